@@ -1,0 +1,1 @@
+"""See the module names: each holds one step of the way through."""

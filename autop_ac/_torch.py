@@ -1,0 +1,53 @@
+"""Private parts of torch that the way through needs, imported here and nowhere else.
+
+Each name was seen in torch 2.13.0. None has a public replacement yet; `torch.export` offers a joint
+graph without descriptors, which is where to move once it carries them.
+"""
+
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import (
+    aot_compile_joint_with_descriptors,
+    aot_export_joint_with_descriptors,
+)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+sharding_propagator = DTensor._op_dispatcher.sharding_propagator
+
+__all__ = [
+    "BufferAOTInput",
+    "DTensorSpec",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GradAOTOutput",
+    "InputMutationAOTOutput",
+    "ParamAOTInput",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "ShapeEnv",
+    "TangentAOTInput",
+    "TensorMeta",
+    "TorchDynamoException",
+    "_dynamo_graph_capture_for_export",
+    "aot_compile_joint_with_descriptors",
+    "aot_export_joint_with_descriptors",
+    "compute_local_shape_and_global_offset",
+    "make_fx",
+    "redistribute_local_tensor",
+    "sharding_propagator",
+]

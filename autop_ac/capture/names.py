@@ -1,0 +1,40 @@
+"""The user's own names: of parameters, of module paths, of source lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_export_root)(?=\.|$)")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def user_name(name: str) -> str:
+    """Drop what wrappers (`checkpoint_wrapper`, `torch.compile`) add to a dotted name."""
+    return _WRAPPERS.sub("", name).lstrip(".")
+
+
+def module_path(stack: Mapping[str, Any] | None, *, prefix: str = "") -> str:
+    """Module path of the innermost entry of an ``nn_module_stack``, ``""`` at the root.
+
+    Args:
+        stack: ``node.meta["nn_module_stack"]`` of a forward or of a backward node.
+        prefix: path of the user's model inside what was traced, removed where it leads.
+    """
+    if not stack:
+        return ""
+    text = str(next(reversed(list(stack.values())))[0])
+    text = re.sub(r"\['([^']+)'\]|\[(\d+)\]", lambda m: "." + (m.group(1) or m.group(2)), text)
+    text = re.sub(r"@\d+", "", text).replace("._modules.", ".")
+    text = user_name(re.sub(r"^L\.self", "", text).lstrip("."))
+    if prefix and (text == prefix or text.startswith(prefix + ".")):
+        text = text[len(prefix) :].lstrip(".")
+    return text
+
+
+def source_line(stack_trace: str | None) -> str:
+    """``"file.py:12"`` of the innermost frame outside torch in a stack trace, or ``""``."""
+    frames = _FRAME.findall(stack_trace or "")
+    own = [f for f in frames if "/torch/" not in f[0] and "/autop_ac/" not in f[0]]
+    return f"{own[-1][0]}:{own[-1][1]}" if own else ""

@@ -1,0 +1,68 @@
+"""From the tagged local graph to a callable: partitioned once, run as it is or by Inductor.
+
+AOTAutograd's second half makes the autograd function, keeps input mutations, aliased outputs and
+non-tensor outputs right, and asks us for the partition. Forward and backward are compiled at once, so
+no setting has to outlive the `with` block.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from .. import _torch_compile as private
+from ..capture.joint import JointGraph
+
+Backend = Literal["eager", "inductor"]
+Partition = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
+
+
+def decompositions(backend: Backend) -> Mapping[Any, Callable[..., Any]]:
+    """What must be decomposed before the recompute part sees the graph."""
+    return private.select_decomp_table() if backend == "inductor" else {}
+
+
+def compile_local(
+    joint: JointGraph, local: torch.fx.GraphModule, partition: Partition, backend: Backend
+) -> Callable[..., Any]:
+    """A function of ``(*parameters, *buffers, *inputs)``, local tensors, giving the user's outputs.
+
+    Args:
+        joint: the capture that `local` was made from; it can be compiled again with another graph.
+        local: joint graph on local shapes, tagged.
+        partition: called once as AOTAutograd calls a partitioner.
+        backend: "eager" runs the two graphs node by node; "inductor" compiles them.
+    """
+    descriptors = _with_graph(joint, local)
+    if backend == "eager":
+        forward = backward = private.boxed_nop_preserve_node_meta
+    else:
+        forward = partial(private.compile_fx_inner, is_backward=False)
+        backward = partial(private.compile_fx_inner, is_backward=True)
+    return private.aot_compile_joint_with_descriptors(
+        descriptors, partition_fn=partition, fw_compiler=forward, bw_compiler=backward
+    )
+
+
+def _with_graph(joint: JointGraph, local: torch.fx.GraphModule) -> Any:
+    """AOTAutograd's handle with the local graph and local arguments in place of the global ones."""
+    descriptors = copy.copy(joint.descriptors)
+    state = copy.copy(descriptors._aot_state)
+    captured = copy.copy(descriptors._aot_graph_capture)
+    metadata = copy.copy(state.fw_metadata)
+    values = [n.meta["val"] for n in local.graph.nodes if n.op == "placeholder"]
+    kinds = [p.kind for p in joint.placeholders.values()]
+    primals = [v for v, kind in zip(values, kinds, strict=True) if kind != "tangent"]
+    tangents = [v for v, kind in zip(values, kinds, strict=True) if kind == "tangent"]
+    metadata.traced_tangents = tangents
+    captured.graph_module = local
+    captured.updated_flat_args = (primals, tangents)
+    state.flat_args = primals
+    state.fw_metadata = metadata
+    descriptors._aot_state = state
+    descriptors._aot_graph_capture = captured
+    return descriptors

@@ -1,0 +1,228 @@
+"""The parallel module: the user's class, DTensor parameters under the user's names, our forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
+
+from ..capture.joint import JointGraph
+from ..capture.names import user_name
+from ..errors import UsageError
+from ..sharding.apply import local_shape
+from ..sharding.plan import ShardingPlan
+
+Outputs = Literal["local", "dtensor"]
+
+
+@dataclass(frozen=True, eq=False)
+class Runner:
+    """What one call of the parallel module does, apart from the parameters themselves.
+
+    Attributes:
+        compiled: function of local parameters, buffers and inputs.
+        parameters, buffers: user names in the order `compiled` takes them.
+        in_spec, expected: structure of ``(args, kwargs)``, and by leaf the local shape and dtype,
+            or the value that a leaf without a tensor was traced with.
+        global_shapes: by leaf, for messages.
+        output_specs: mesh, placements, shape and stride of each tensor output, in order.
+        outputs: what is handed out.
+    """
+
+    compiled: Callable[..., Any]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    in_spec: Any
+    expected: tuple[Any, ...]
+    output_specs: tuple[tuple[DeviceMesh, tuple[Placement, ...], Any, Any], ...]
+    outputs: Outputs = "local"
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self.in_spec:
+            raise UsageError(
+                f"the inputs are structured as {spec}; input_fn gave {self.in_spec} when the model "
+                "was captured. Call the parallel module with that structure"
+            )
+        local = [self._checked(i, leaf) for i, leaf in enumerate(leaves)]
+        state = [_local(_lookup(module, n)) for n in (*self.parameters, *self.buffers)]
+        out = self.compiled(*state, *local)
+        return self._handed_out(out) if self.outputs == "dtensor" else out
+
+    def _checked(self, index: int, leaf: Any) -> Any:
+        expected = self.expected[index]
+        if not isinstance(expected, _Expected):
+            if isinstance(leaf, torch.Tensor) or leaf != expected:
+                raise UsageError(
+                    f"input {index} is {leaf!r}; the model was captured with {expected!r}, which is "
+                    "part of the graph. Capture it again for another value"
+                )
+            return leaf
+        value = _local(leaf)
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(leaf).__name__
+        if shape != expected.shape or value.dtype != expected.dtype:
+            raise UsageError(
+                f"input {index} has local shape {shape} and dtype {getattr(value, 'dtype', None)}; "
+                f"this rank's part of the global {expected.global_shape} is {expected.shape}, "
+                f"{expected.dtype}. Pass each rank its own part"
+            )
+        return value
+
+    def _handed_out(self, out: Any) -> Any:
+        specs = iter(self.output_specs)
+
+        def wrap(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            mesh, placements, shape, stride = next(specs)
+            return DTensor.from_local(
+                leaf, mesh, placements, run_check=False, shape=shape, stride=stride
+            )
+
+        return pytree.tree_map(wrap, out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _lookup(module: torch.nn.Module, name: str) -> Any:
+    *path, leaf = name.split(".")
+    for part in path:
+        module = _unwrapped(getattr(_unwrapped(module), part))
+    return getattr(_unwrapped(module), leaf)
+
+
+def _unwrapped(module: Any) -> Any:
+    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module"):
+        while wrapper in getattr(module, "_modules", {}):
+            module = module._modules[wrapper]
+    return module
+
+
+def make_runner(
+    joint: JointGraph,
+    plan: ShardingPlan,
+    mesh: DeviceMesh,
+    compiled: Callable[..., Any],
+    outputs: Outputs,
+) -> Runner:
+    """Bind the compiled function to the shapes that it was made for."""
+    calling = joint.calling
+    placements = {
+        port.index: plan.choices[name].outputs[0]
+        for name, port in joint.placeholders.items()
+        if port.kind == "input"
+    }
+    expected: list[Any] = []
+    index = 0
+    for leaf in calling.leaves:
+        if not isinstance(leaf, torch.Tensor):
+            expected.append(leaf)
+            continue
+        placed = placements.get(index) or (Replicate(),) * mesh.ndim
+        shape = local_shape(leaf.shape, mesh, placed)
+        expected.append(_Expected(shape, leaf.dtype, tuple(leaf.shape)))
+        index += 1
+    output = joint.module.graph.output_node()
+    nodes = [r for r in output.args[0] if isinstance(r, torch.fx.Node)]
+    ports = [p for p in joint.results if p is not None]
+    specs = []
+    for node, port, placed in zip(nodes, ports, plan.choices[output.name].inputs, strict=True):
+        if port.kind == "output":
+            value = node.meta["val"]
+            specs.append((mesh, tuple(placed or ()), value.size(), value.stride()))
+    return Runner(
+        compiled, calling.parameters, calling.buffers, calling.in_spec, tuple(expected),
+        tuple(specs), outputs,
+    )  # fmt: skip
+
+
+def make_parallel(
+    model: torch.nn.Module, plan: ShardingPlan, mesh: DeviceMesh, runner: Runner
+) -> torch.nn.Module:
+    """A copy of `model` whose parameters and buffers are DTensors and whose forward is `runner`.
+
+    Real weights are sharded in, rank 0's for all; what is on the meta device stays there until
+    ``to_empty`` and ``init_weights``, or a checkpoint. `model` is left as it is.
+    """
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        placements = _placed(plan.parameters, user_name(name), parameter, mesh)
+        sharded = _distribute(parameter.detach(), mesh, placements)
+        memo[id(parameter)] = torch.nn.Parameter(sharded, parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        placements = plan.parameters.get(user_name(name), (Replicate(),) * mesh.ndim)
+        memo[id(buffer)] = _distribute(buffer.detach(), mesh, placements)
+    parallel = copy.deepcopy(model, memo)
+    base = type(parallel)
+
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return runner(self, args, kwargs)
+
+    members = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
+    if callable(getattr(base, "init_weights", None)):
+        members["init_weights"] = _as_on_one_device(base.init_weights)
+    parallel.__class__ = type(f"Parallel{base.__name__}", (base,), members)
+    return parallel
+
+
+def _placed(
+    known: Mapping[str, tuple[Placement, ...]], name: str, tensor: torch.Tensor, mesh: DeviceMesh
+) -> tuple[Placement, ...]:
+    """The plan's placement; a parameter that forward does not use is sharded on its first dim."""
+    if name in known:
+        return known[name]
+    return tuple(Shard(0) if tensor.dim() else Replicate() for _ in range(mesh.ndim))
+
+
+def _distribute(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
+    if tensor.device.type != "meta":
+        return distribute_tensor(tensor.to(mesh.device_type), mesh, placements)
+    shape = local_shape(tensor.shape, mesh, placements)
+    local = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=tensor.size(), stride=tensor.stride()
+    )
+
+
+def _as_on_one_device(init: Callable[..., Any]) -> Callable[..., Any]:
+    def init_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _GlobalRandom():
+            return init(self, *args, **kwargs)
+
+    init_weights.__doc__ = init.__doc__
+    return init_weights
+
+
+class _GlobalRandom(torch.utils._python_dispatch.TorchDispatchMode):  # noqa: TID251
+    """Random writes into a DTensor draw the whole tensor and keep this rank's part.
+
+    So an initialisation under one seed gives the weights it gives on a single device, and ranks agree
+    on what they share. One parameter at a time is whole in memory.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args else None
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        if not (seeded and isinstance(target, DTensor) and func._schema.is_mutable):
+            return func(*args, **(kwargs or {}))
+        whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        func(whole, *args[1:], **(kwargs or {}))
+        part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=0)
+        target.to_local().copy_(part.to_local())
+        return target

@@ -33,6 +33,8 @@ class Runner:
             or the value that a leaf without a tensor was traced with.
         global_shapes: by leaf, for messages.
         output_specs: mesh, placements, shape and stride of each tensor output, in order.
+        random_offset: added to the seed of a call so that ranks that hold different parts draw
+            different numbers; None where the graph draws none.
         outputs: what is handed out.
     """
 
@@ -42,6 +44,7 @@ class Runner:
     in_spec: Any
     expected: tuple[Any, ...]
     output_specs: tuple[tuple[DeviceMesh, tuple[Placement, ...], Any, Any], ...]
+    random_offset: int | None = None
     outputs: Outputs = "local"
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -53,7 +56,13 @@ class Runner:
             )
         local = [self._checked(i, leaf) for i, leaf in enumerate(leaves)]
         state = [_local(_lookup(module, n)) for n in (*self.parameters, *self.buffers)]
-        out = self.compiled(*state, *local)
+        if self.random_offset is None:
+            out = self.compiled(*state, *local)
+        else:
+            seed = int(torch.randint(2**31, ()))  # equal on ranks that were seeded alike
+            with torch.random.fork_rng():
+                torch.manual_seed(seed + self.random_offset)
+                out = self.compiled(*state, *local)
         return self._handed_out(out) if self.outputs == "dtensor" else out
 
     def _checked(self, index: int, leaf: Any) -> Any:
@@ -114,6 +123,36 @@ def _unwrapped(module: Any) -> Any:
     return module
 
 
+def random_offset(joint: JointGraph, plan: ShardingPlan, mesh: DeviceMesh) -> int | None:
+    """This rank's number among those that must draw independently; None if nothing is drawn.
+
+    Random values are equal along mesh axes where they are replicated and independent along those
+    where they are sharded. One seed per call serves when all random operators agree on those axes.
+
+    Raises:
+        UsageError: one random operator is sharded along an axis where another is replicated.
+    """
+    axes: dict[frozenset[int], str] = {}
+    for node in joint.module.graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        if node.op == "call_function" and torch.Tag.nondeterministic_seeded in tags:
+            placed = next(p for p in plan.choices[node.name].outputs if p is not None)
+            axes[frozenset(i for i, p in enumerate(placed) if p.is_shard())] = node.name
+    if not axes:
+        return None
+    if len(axes) > 1:
+        raise UsageError(
+            f"random operators {sorted(axes.values())} are sharded along different mesh axes, which "
+            "cannot be replayed from one seed yet: give them one placement with add_node_constraint"
+        )
+    (sharded,) = axes
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    offset = 0
+    for axis in sorted(sharded):
+        offset = offset * mesh.size(axis) + coordinate[axis]
+    return offset
+
+
 def make_runner(
     joint: JointGraph,
     plan: ShardingPlan,
@@ -148,7 +187,7 @@ def make_runner(
             specs.append((mesh, tuple(placed or ()), value.size(), value.stride()))
     return Runner(
         compiled, calling.parameters, calling.buffers, calling.in_spec, tuple(expected),
-        tuple(specs), outputs,
+        tuple(specs), random_offset(joint, plan, mesh), outputs,
     )  # fmt: skip
 
 

@@ -1,0 +1,48 @@
+"""autop_ac: automatic parallelism with activation checkpointing under your control."""
+
+from .annotate import ac_region
+from .api import AutoParallel, auto_parallel
+from .capture.trace import ForwardInputs
+from .config import ACConfig
+from .errors import (
+    AutopACError,
+    CaptureError,
+    ConfigError,
+    HintError,
+    InfeasibleError,
+    PartitionError,
+    SolverError,
+    UsageError,
+)
+from .graph.devices import DeviceSpec, Topology
+from .policies import ATTENTION, COLLECTIVES, MATMUL
+from .runtime.launch import fake_mesh, launch
+from .runtime.memory import measure_memory
+from .sharding.plan import ShardingPlan
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "ATTENTION",
+    "COLLECTIVES",
+    "MATMUL",
+    "ACConfig",
+    "AutoParallel",
+    "AutopACError",
+    "CaptureError",
+    "ConfigError",
+    "DeviceSpec",
+    "ForwardInputs",
+    "HintError",
+    "InfeasibleError",
+    "PartitionError",
+    "ShardingPlan",
+    "SolverError",
+    "Topology",
+    "UsageError",
+    "ac_region",
+    "auto_parallel",
+    "fake_mesh",
+    "launch",
+    "measure_memory",
+]

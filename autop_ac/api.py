@@ -1,0 +1,370 @@
+"""`AutoParallel`: holds settings and results, and calls the stages in order; no algorithm is here."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.placement_types import Placement
+
+from .capture.joint import JointGraph
+from .capture.trace import capture
+from .config import ACConfig, CompileConfig
+from .errors import ConfigError, UsageError
+from .graph.devices import DeviceSpec, Topology, find_device
+from .lowering.compile import compile_local, decompositions
+from .recompute.hints import ResolvedHints, resolve_hints
+from .recompute.pipeline import Recompute, plan_recompute
+from .report.build import ACReport
+from .runtime.parallel import Outputs, make_parallel, make_runner
+from .sharding.apply import LocalGraph, apply_plan
+from .sharding.constraints import Constraints
+from .sharding.plan import ShardingPlan
+from .sharding.search import search
+
+log = logging.getLogger("autop_ac")
+
+PlacementsPerTensor = Sequence[Sequence[Placement] | None]
+
+
+class AutoParallel:
+    """Shard a single-device module over a mesh, with activation checkpointing under your control.
+
+    Use it as a context manager::
+
+        with AutoParallel(model, input_fn, mesh).configure_ac(stage_size="auto") as ap:
+            plan = ap.optimize_placement()
+            parallel_model = ap.apply_placement(plan)
+        print(ap.ac_report)
+
+    Args:
+        model: a single-device module, with real weights or on the meta device; left as it is.
+        input_fn: makes the inputs in global shapes: a tensor, a tuple, or a `ForwardInputs`.
+        mesh: the devices, one or more axes.
+        mp_policy: dtypes, as FSDP2 takes them.
+        reshard_after_forward: gather parameters again for backward (True) or keep them gathered.
+        dynamic: reserved for varying batch sizes; True is refused at present.
+        loss_fn: ``loss_fn(output)`` or ``loss_fn(output, target)`` with the last input as target;
+            the parallel module then gives the loss of the whole batch.
+
+    Raises:
+        ConfigError: a setting is out of range.
+        CaptureError: on entering the block, where the model cannot be traced.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        input_fn: Callable[[], Any],
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        *,
+        reshard_after_forward: bool = True,
+        dynamic: bool = False,
+        loss_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"model is a {type(model).__name__}; give an nn.Module")
+        if not callable(input_fn):
+            raise ConfigError(f"input_fn is a {type(input_fn).__name__}; give a function of nothing")
+        if not isinstance(mesh, DeviceMesh):
+            raise ConfigError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh")
+        if dynamic:
+            raise ConfigError("dynamic=True is not available yet; leave it False")
+        self._model = model
+        self._input_fn = input_fn
+        self._mesh = mesh
+        self._mp_policy = mp_policy
+        self._reshard = reshard_after_forward
+        self._loss_fn = loss_fn
+        self._ac = ACConfig()
+        self._compile = CompileConfig()
+        self._device: DeviceSpec = find_device("cpu") if mesh.device_type == "cpu" else _this_gpu()
+        self._topology: Topology | None = None
+        self._constraints = Constraints()
+        self._state: Literal["new", "open", "closed"] = "new"
+        self._joint: JointGraph | None = None
+        self._hints: ResolvedHints | None = None
+        self._report: ACReport | None = None
+        self.sharding_optimizer = NodeConstraints(self)
+
+    # settings: each call replaces what the earlier one set
+
+    def configure_ac(self, config: ACConfig | bool | None = None, /, **settings: Any) -> Self:
+        """Set activation checkpointing by an `ACConfig`, or by its fields as keywords."""
+        if isinstance(config, ACConfig):
+            if settings:
+                raise ConfigError(f"give an ACConfig or keywords, not both; got {sorted(settings)}")
+            self._ac = config
+        else:
+            if config is not None:
+                settings["enable"] = config
+            self._ac = ACConfig(**settings)
+        return self
+
+    def configure_compile(self, backend: Literal["eager", "inductor"] = "inductor") -> Self:
+        """Run the graphs node by node ("eager", the default) or compiled by Inductor."""
+        self._compile = CompileConfig(backend=backend)
+        return self
+
+    def configure_device(
+        self, device: str | DeviceSpec | None = None, topology: Topology | None = None
+    ) -> Self:
+        """Describe the device, by name or by `DeviceSpec`, and the links between devices."""
+        if device is not None:
+            self._device = find_device(device) if isinstance(device, str) else device
+        self._topology = topology
+        return self
+
+    # the block
+
+    def __enter__(self) -> Self:
+        if self._state != "new":
+            raise UsageError("this AutoParallel was entered before; make a new one for a new capture")
+        _check_mesh(self._mesh)
+        self._state = "closed"  # stays so if the capture fails
+        self._joint = capture(
+            self._model,
+            self._input_fn,
+            self._mesh.device_type,
+            mp_policy=self._mp_policy,
+            loss_fn=self._loss_fn,
+        )
+        self._hints = resolve_hints(self._joint.module, self._joint.placeholders)
+        self._state = "open"
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._state = "closed"
+
+    def _open_joint(self, call: str) -> JointGraph:
+        if self._state == "new":
+            raise UsageError(f"{call} needs the captured graph: call it inside the `with` block")
+        if self._joint is None:
+            raise UsageError(f"{call}: the capture failed, so there is no graph; make a new object")
+        return self._joint
+
+    def _constrain(self, call: str, **changes: Any) -> None:
+        joint = self._open_joint(call)
+        if self._state == "closed":
+            raise UsageError(f"{call} came after the `with` block ended; constrain before that")
+        import dataclasses
+
+        self._constraints = dataclasses.replace(self._constraints, **changes)
+        del joint
+
+    def add_input_constraints(self, placements: PlacementsPerTensor | None) -> None:
+        """Fix the placements of the inputs: one entry per tensor input, None leaves it free."""
+        self._constrain("add_input_constraints", inputs=self._per_tensor(placements, "input"))
+
+    def add_output_constraints(self, placements: PlacementsPerTensor | None) -> None:
+        """Fix the placements of the outputs: one entry per tensor output, None leaves it free."""
+        self._constrain("add_output_constraints", outputs=self._per_tensor(placements, "output"))
+
+    def add_parameter_memory_constraint(
+        self, low: float | None = None, high: float | None = None
+    ) -> None:
+        """Bound the parameter bytes of one device, as fractions of all parameter bytes.
+
+        Args:
+            low: least fraction, None for 0.  high: most, None for ``1 / mesh.size()``.
+        """
+        high = 1 / self._mesh.size() if high is None else high
+        low = 0.0 if low is None else low
+        if not 0 <= low <= high <= 1:
+            raise ConfigError(
+                f"parameter memory between low={low} and high={high} of all bytes: give "
+                "0 <= low <= high <= 1"
+            )
+        self._constrain(
+            "add_parameter_memory_constraint", parameter_low=low, parameter_high=high
+        )
+
+    def _per_tensor(self, placements: PlacementsPerTensor | None, kind: str) -> Any:
+        joint = self._open_joint(f"add_{kind}_constraints")
+        if placements is None:
+            return None
+        ports = joint.placeholders.values() if kind == "input" else joint.results
+        count = sum(p is not None and p.kind == kind for p in ports)
+        if len(placements) != count:
+            raise ConfigError(
+                f"{len(placements)} {kind} constraints for {count} {kind} tensors: give one tuple "
+                "of placements (or None) for each"
+            )
+        for i, entry in enumerate(placements):
+            if entry is None:
+                continue
+            if not isinstance(entry, Iterable) or isinstance(entry, Placement):
+                raise ConfigError(f"{kind} constraint {i} is {entry!r}; give a tuple of placements")
+            if len(tuple(entry)) != self._mesh.ndim:
+                raise ConfigError(
+                    f"{kind} constraint {i} is {tuple(entry)}; the mesh has {self._mesh.ndim} axes, "
+                    "give one placement for each"
+                )
+            if not all(isinstance(p, Placement) for p in entry):
+                raise ConfigError(f"{kind} constraint {i} is {tuple(entry)}, not all placements")
+        return tuple(None if e is None else tuple(e) for e in placements)
+
+    def optimize_placement(self, verbose: bool = False) -> ShardingPlan:
+        """Search the placement of every tensor that takes least time within the constraints.
+
+        Raises:
+            InfeasibleError: no plan satisfies the constraints; they are named.
+        """
+        joint = self._open_joint("optimize_placement")
+        topology = self._topology or Topology.default(tuple(self._mesh.shape))
+        policy = self._mp_policy
+        plan = search(
+            joint,
+            self._mesh,
+            self._constraints,
+            device=self._device,
+            topology=topology,
+            reduce_dtype=policy.reduce_dtype if policy else None,
+            reshard_after_forward=self._reshard,
+        )
+        log.log(logging.INFO if verbose else logging.DEBUG, "%s", plan)
+        return plan
+
+    def apply_placement(self, plan: ShardingPlan, *, outputs: Outputs = "local") -> torch.nn.Module:
+        """Make the parallel module of a plan; may be called again with other settings.
+
+        Args:
+            plan: from `optimize_placement` of this object.
+            outputs: "local" gives each rank its part, "dtensor" gives DTensors.
+        """
+        if not isinstance(plan, ShardingPlan):
+            raise UsageError(
+                f"apply_placement takes the plan of optimize_placement, not {type(plan).__name__}"
+            )
+        if outputs not in ("local", "dtensor"):
+            raise ConfigError(f'outputs={outputs!r}: give "local" or "dtensor"')
+        joint = self._open_joint("apply_placement")
+        if plan.mesh_shape != tuple(self._mesh.shape):
+            raise UsageError(f"the plan is for mesh {plan.mesh_shape}, not {self._mesh.shape}")
+        backend = self._compile.backend
+        local = apply_plan(joint, plan, self._mesh, decompositions(backend))
+        recompute = self._plan_recompute(local)
+        compiled = compile_local(joint, local.module, recompute.partition, backend)
+        self._report = recompute.report(plan)
+        for note in recompute.plan.notes:
+            warnings.warn(note, UserWarning, stacklevel=2)
+        runner = make_runner(joint, plan, self._mesh, compiled, outputs)
+        return make_parallel(self._model, plan, self._mesh, runner)
+
+    def _plan_recompute(self, local: LocalGraph) -> Recompute:
+        assert self._hints is not None
+        topology = self._topology or Topology.default(tuple(self._mesh.shape))
+        return plan_recompute(
+            local, self._hints, self._ac, self._device, topology, self._mesh, self._reshard
+        )
+
+    def parallelize(
+        self, inputs: Any = None, outputs: Any = None, *, parameter_memory: float | None = None
+    ) -> torch.nn.Module:
+        """The whole way in one call: capture, constraints, search, application.
+
+        Args:
+            inputs: as for `add_input_constraints`.
+            outputs: as for `add_output_constraints`, or "dtensor" to get DTensors.
+            parameter_memory: as `high` of `add_parameter_memory_constraint`; None for no bound.
+        """
+        handed: Outputs = "dtensor" if outputs == "dtensor" else "local"
+        with self:
+            if inputs is not None:
+                self.add_input_constraints(inputs)
+            if outputs is not None and not isinstance(outputs, str):
+                self.add_output_constraints(outputs)
+            if parameter_memory is not None:
+                self.add_parameter_memory_constraint(0.0, parameter_memory)
+            return self.apply_placement(self.optimize_placement(), outputs=handed)
+
+    @property
+    def ac_report(self) -> ACReport:
+        """What is saved and recomputed, why, and what it costs; after `apply_placement`."""
+        if self._report is None:
+            raise UsageError("there is no report yet: call apply_placement first")
+        return self._report
+
+
+class NodeConstraints:
+    """Constraints on single nodes of the captured graph (``ap.sharding_optimizer``)."""
+
+    def __init__(self, owner: AutoParallel) -> None:
+        self._owner = owner
+
+    def add_node_constraint(self, node: Any, placement: Sequence[Placement]) -> None:
+        """Fix the placement of what a node gives.
+
+        Args:
+            node: an FX node of the captured graph, or its name.
+            placement: one placement per mesh axis.
+        """
+        owner = self._owner
+        joint = owner._open_joint("add_node_constraint")
+        name = node if isinstance(node, str) else node.name
+        known = {n.name for n in joint.module.graph.nodes}
+        if name not in known:
+            import difflib
+
+            nearest = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(f"no node {name!r} in the captured graph; nearest: {nearest}")
+        nodes = {**owner._constraints.nodes, name: tuple(placement)}
+        owner._constrain("add_node_constraint", nodes=nodes)
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 0
+    if mesh.size() > world:
+        raise ConfigError(
+            f"the mesh has {mesh.size()} devices, the process group {world} processes: start one "
+            "process per device (torchrun or autop_ac.launch), or plan on autop_ac.fake_mesh"
+        )
+
+
+def _this_gpu() -> DeviceSpec:
+    if not torch.cuda.is_available():
+        return find_device("H100")
+    return find_device(torch.cuda.get_device_name())
+
+
+def auto_parallel(
+    model: torch.nn.Module,
+    mesh: DeviceMesh,
+    sample_inputs: Any,
+    out_shardings: Any = None,
+    *,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    parameter_memory_budget: tuple[float | None, float | None] | None = None,
+    dynamic: bool = False,
+    ac: ACConfig | None = None,
+) -> torch.nn.Module:
+    """`AutoParallel` in one call, as a function.
+
+    Args:
+        sample_inputs: the inputs themselves (global shapes), or a function that makes them.
+        out_shardings: placements of each output tensor, None for the batch on the first axis.
+        parameter_memory_budget: ``(low, high)`` fractions of all parameter bytes per device.
+        ac: settings of activation checkpointing.
+    """
+    input_fn = sample_inputs if callable(sample_inputs) else lambda: sample_inputs
+    builder = AutoParallel(model, input_fn, mesh, mp_policy, dynamic=dynamic)
+    if ac is not None:
+        builder.configure_ac(ac)
+    with builder:
+        if out_shardings is not None:
+            builder.add_output_constraints(out_shardings)
+        if parameter_memory_budget is not None:
+            builder.add_parameter_memory_constraint(*parameter_memory_budget)
+        return builder.apply_placement(builder.optimize_placement())

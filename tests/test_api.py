@@ -1,0 +1,145 @@
+"""Bad use is refused with an error of ours before anything runs, and leaves torch as it was."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+import autop_ac
+from autop_ac import AutoParallel, CaptureError, ConfigError, UsageError, fake_mesh
+
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+
+class Breaks(Small):
+    def forward(self, x):
+        torch._dynamo.graph_break()  # noqa: TID251 the documented way to ask for one
+        return self.linear(x)
+
+
+class Constant(torch.nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+def inputs():
+    return torch.randn(4, 8)
+
+
+@pytest.fixture
+def mesh():
+    return fake_mesh((2,))
+
+
+def settings():
+    """Everything of torch's compiler settings that we might touch."""
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+
+    configs = (torch._dynamo.config, torch._functorch.config, torch._inductor.config)
+    values = [copy.deepcopy(c.shallow_copy_dict()) for c in configs]
+    return values, set(torch.fx.node._side_effectful_functions)
+
+
+def parallelize(model, mesh, **ac):
+    with AutoParallel(model, inputs, mesh).configure_ac(**ac) as ap:
+        ap.add_input_constraints([(Shard(0),)])
+        ap.add_output_constraints([(Shard(0),)])
+        return ap.apply_placement(ap.optimize_placement())
+
+
+def test_compiler_settings_are_as_before_and_tensors_in_the_block_are_real(mesh):
+    before = settings()
+    with AutoParallel(Small(), inputs, mesh) as ap:
+        assert type(torch.ones(1)) is torch.Tensor
+        plan = ap.optimize_placement()
+        assert type(torch.ones(1)) is torch.Tensor
+        ap.apply_placement(plan)
+    assert settings() == before
+
+
+@pytest.mark.parametrize("model", [Breaks(), Constant()])
+def test_a_model_that_cannot_be_captured_is_refused_and_the_next_one_works(mesh, model):
+    before = settings()
+    with pytest.raises(CaptureError), AutoParallel(model, inputs, mesh):
+        pass
+    assert settings() == before
+    assert type(torch.ones(1)) is torch.Tensor
+    parallelize(Small(), mesh)
+
+
+def test_a_graph_break_is_named_by_the_users_line(mesh):
+    with pytest.raises(CaptureError, match=r"test_api\.py:\d+"), AutoParallel(
+        Breaks(), inputs, mesh
+    ):
+        pass
+
+
+def test_an_exception_in_the_block_leaves_the_settings_alone(mesh):
+    before = settings()
+    with pytest.raises(ZeroDivisionError), AutoParallel(Small(), inputs, mesh):
+        raise ZeroDivisionError
+    assert settings() == before
+
+
+def test_constraints_of_the_wrong_length_or_structure_are_refused(mesh):
+    with AutoParallel(Small(), inputs, mesh) as ap:
+        with pytest.raises(ConfigError, match="2 input constraints for 1 input"):
+            ap.add_input_constraints([(Shard(0),), (Shard(0),)])
+        with pytest.raises(ConfigError, match="the mesh has 1 axes"):
+            ap.add_output_constraints([(Shard(0), Shard(1))])
+        with pytest.raises(ConfigError, match="give a tuple of placements"):
+            ap.add_output_constraints([Shard(0)])
+        with pytest.raises(ConfigError, match="low <= high"):
+            ap.add_parameter_memory_constraint(0.9, 0.1)
+
+
+def test_a_batch_that_does_not_divide_is_refused(mesh):
+    with AutoParallel(Small(), lambda: torch.randn(3, 8), mesh) as ap:
+        ap.add_input_constraints([(Shard(0),)])
+        with pytest.raises(ConfigError, match="3"):
+            ap.optimize_placement()
+
+
+def test_calls_out_of_order_are_refused(mesh):
+    ap = AutoParallel(Small(), inputs, mesh)
+    with pytest.raises(UsageError, match="inside the `with` block"):
+        ap.optimize_placement()
+    with pytest.raises(UsageError, match="no report yet"):
+        _ = ap.ac_report
+    with ap:
+        with pytest.raises(UsageError, match="plan of optimize_placement"):
+            ap.apply_placement(None)
+    with pytest.raises(UsageError, match="entered before"), ap:
+        pass
+
+
+def test_a_wrong_model_mesh_or_setting_is_refused(mesh):
+    with pytest.raises(ConfigError, match=r"nn\.Module"):
+        AutoParallel(3, inputs, mesh)
+    with pytest.raises(ConfigError, match="DeviceMesh"):
+        AutoParallel(Small(), inputs, (2,))
+    with pytest.raises(ConfigError):
+        AutoParallel(Small(), inputs, mesh).configure_ac(stage_size=-1)
+    with pytest.raises(ConfigError):
+        AutoParallel(Small(), inputs, mesh).configure_ac(save=["aten.mn"])
+
+
+def test_a_wrong_local_batch_is_refused_at_the_call(mesh):
+    parallel = parallelize(Small(), mesh)
+    with pytest.raises(UsageError, match="local shape"):
+        parallel(torch.randn(4, 8))
+
+
+def test_the_public_names_are_there():
+    for name in autop_ac.__all__:
+        assert hasattr(autop_ac, name), name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -18,10 +20,10 @@ from .capture.trace import capture
 from .config import ACConfig, CompileConfig
 from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, Topology, find_device
-from .lowering.compile import compile_local, decompositions
+from .lowering.compile import compile_local, decompositions, partition_by
 from .recompute.hints import ResolvedHints, resolve_hints
 from .recompute.pipeline import Recompute, plan_recompute
-from .report.build import ACReport
+from .report.build import ACReport, build_report
 from .runtime.parallel import Outputs, make_parallel, make_runner
 from .sharding.apply import LocalGraph, apply_plan
 from .sharding.constraints import Constraints
@@ -156,13 +158,10 @@ class AutoParallel:
         return self._joint
 
     def _constrain(self, call: str, **changes: Any) -> None:
-        joint = self._open_joint(call)
+        self._open_joint(call)
         if self._state == "closed":
             raise UsageError(f"{call} came after the `with` block ended; constrain before that")
-        import dataclasses
-
         self._constraints = dataclasses.replace(self._constraints, **changes)
-        del joint
 
     def add_input_constraints(self, placements: PlacementsPerTensor | None) -> None:
         """Fix the placements of the inputs: one entry per tensor input, None leaves it free."""
@@ -256,8 +255,8 @@ class AutoParallel:
         backend = self._compile.backend
         local = apply_plan(joint, plan, self._mesh, decompositions(backend))
         recompute = self._plan_recompute(local)
-        compiled = compile_local(joint, local.module, recompute.partition, backend)
-        self._report = recompute.report(plan)
+        compiled = compile_local(joint, local.module, partition_by(recompute), backend)
+        self._report = build_report(recompute, plan)
         for note in recompute.plan.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
         runner = make_runner(joint, plan, self._mesh, compiled, outputs)
@@ -316,8 +315,6 @@ class NodeConstraints:
         name = node if isinstance(node, str) else node.name
         known = {n.name for n in joint.module.graph.nodes}
         if name not in known:
-            import difflib
-
             nearest = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(f"no node {name!r} in the captured graph; nearest: {nearest}")
         nodes = {**owner._constraints.nodes, name: tuple(placement)}

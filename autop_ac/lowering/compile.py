@@ -16,6 +16,8 @@ import torch
 
 from .. import _torch_compile as private
 from ..capture.joint import JointGraph
+from ..recompute.pipeline import Recompute
+from .partition import partition
 
 Backend = Literal["eager", "inductor"]
 Partition = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
@@ -46,6 +48,28 @@ def compile_local(
     return private.aot_compile_joint_with_descriptors(
         descriptors, partition_fn=partition, fw_compiler=forward, bw_compiler=backward
     )
+
+
+def partition_by(recompute: Recompute) -> Partition:
+    """The partitioner of a recompute plan, as AOTAutograd calls one; it runs once."""
+
+    def partitioner(
+        module: torch.fx.GraphModule,
+        inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **_: Any,
+    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        return partition(
+            module,
+            recompute.facts,
+            recompute.plan,
+            num_fwd_outputs=num_fwd_outputs,
+            static_lifetime_input_indices=static_lifetime_input_indices,
+        )
+
+    return partitioner
 
 
 def _with_graph(joint: JointGraph, local: torch.fx.GraphModule) -> Any:

@@ -1,0 +1,119 @@
+"""Seconds per node: a roofline for computation, latency and bandwidth for collectives.
+
+The time of an operator is the larger of its operations over the device's peak and its bytes read and
+written over the memory's bandwidth. Weaknesses: no launch overhead, no cache, no fusion (a chain of
+elementwise operators counts each pass over memory), peaks instead of what kernels reach.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from .devices import DeviceSpec
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+_aten = torch.ops.aten
+_NO_WORK = {
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.lift_fresh_copy.default,
+    _aten.empty.memory_format,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+    _aten.empty_like.default,
+    _aten._unsafe_view.default,
+    _aten.reshape.default,
+}
+_EXTRA_BYTES_ONLY = {_aten.embedding.default, _aten.index_select.default, _aten.gather.default}
+
+
+def collective_time_s(
+    kind: Collective, bytes: int, group_size: int, link_bandwidth: float, latency: float
+) -> float:
+    """Seconds of one collective by ring algorithms.
+
+    Args:
+        kind: which collective.
+        bytes: the larger of what one device gives and gets: the output of an all-gather, the input
+            of a reduce-scatter, the tensor of an all-reduce, the local part of an all-to-all.
+        group_size: number of devices; 1 costs nothing.
+        link_bandwidth: bytes per second.
+        latency: seconds of one pass however small.
+    """
+    if group_size <= 1:
+        return 0.0
+    passes = 2 if kind == "all_reduce" else 1
+    return passes * (latency + bytes * (group_size - 1) / group_size / link_bandwidth)
+
+
+def tensor_bytes(value: torch.Tensor) -> int:
+    """Bytes of a dense tensor of that shape and dtype."""
+    return value.numel() * value.element_size()
+
+
+def _is_view(op: Any) -> bool:
+    return isinstance(op, torch._ops.OpOverload) and op.is_view
+
+
+def _flops(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+    formula = flop_registry.get(getattr(op, "overloadpacket", op))
+    if formula is not None:
+        return float(formula(*args, **kwargs, out_val=out))
+    name = str(getattr(op, "overloadpacket", op)).removeprefix("aten.")
+    # on CPU: two products of [S, D] and [D, S] per head forward, five backward
+    if name == "_scaled_dot_product_flash_attention_for_cpu":
+        q, k = args[0], args[1]
+        return 4.0 * q.numel() * k.shape[-2]
+    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
+        q, k = args[1], args[2]
+        return 10.0 * q.numel() * k.shape[-2]
+    return 0.0
+
+
+def node_time_s(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: DeviceSpec
+) -> float:
+    """Seconds of one operator on values of local shapes (fake or meta tensors).
+
+    Args:
+        op: the operator.
+        args, kwargs: its arguments, tensors where it takes tensors.
+        out: what it gives.
+    """
+    if op is operator.getitem or op in _NO_WORK or _is_view(op):
+        return 0.0
+    tensors = [t for t in pytree.tree_leaves((tuple(args), dict(kwargs))) if _is_tensor(t)]
+    outputs = [t for t in pytree.tree_leaves(out) if _is_tensor(t)]
+    moved = sum(tensor_bytes(t) for t in [*tensors, *outputs])
+    if op in _EXTRA_BYTES_ONLY:  # reads only the rows it is asked for
+        moved = 2 * sum(tensor_bytes(t) for t in outputs)
+    flops = _flops(op, args, kwargs, out)
+    dtype = next((t.dtype for t in [*outputs, *tensors] if t.is_floating_point()), torch.float32)
+    return max(flops / device.flops_of(dtype), moved / device.memory_bandwidth)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def fx_node_time_s(node: torch.fx.Node, device: DeviceSpec) -> float:
+    """Seconds of one node of a local graph, from ``meta["val"]`` of itself and of its inputs.
+
+    Collectives (`torch.ops._c10d_functional`) give 0.0: price them with `collective_time_s`.
+    """
+    if node.op != "call_function" or str(node.target).startswith("_c10d_functional."):
+        return 0.0
+
+    def value(arg: Any) -> Any:
+        return arg.meta.get("val") if isinstance(arg, torch.fx.Node) else arg
+
+    args = torch.fx.map_arg(node.args, value)
+    kwargs = torch.fx.map_arg(node.kwargs, value)
+    return node_time_s(node.target, args, kwargs, node.meta.get("val"), device)

@@ -1,0 +1,49 @@
+"""Private parts of torch that hints and selectors need, imported here and nowhere else.
+
+Each name was seen in torch 2.13.0. `annotate` writes what ends in ``node.meta["custom"]``; there is
+no public replacement yet. The list of operator names has none either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch._guards import TracingContext
+from torch.fx.traceback import annotate
+
+
+def operator_names() -> list[str]:
+    """Every registered operator, as ``"aten.mm.default"``."""
+    names = []
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = qualified.partition("::")
+        name, _, overload = rest.partition(".")
+        names.append(f"{namespace}.{name}.{overload or 'default'}")
+    return names
+
+
+def higher_order_names() -> list[str]:
+    """Every higher-order operator that is registered, as ``"flex_attention"``."""
+    from torch._ops import _higher_order_ops
+
+    return list(_higher_order_ops)
+
+
+def traced_line() -> tuple[str, int] | None:
+    """File and line of the user's code that Dynamo traces now, innermost frame first asked."""
+    if TracingContext.try_get() is None:
+        return None
+    for frame in reversed(TracingContext.extract_stack()):
+        if not frame.filename.endswith(("autop_ac/annotate.py", "/contextlib.py")):
+            return frame.filename, frame.lineno or 0
+    return None
+
+
+def constant_while_tracing[F: Callable[..., Any]](fn: F) -> F:
+    """Mark `fn` to run at trace time, its result taken as a constant."""
+    return cast(F, torch._dynamo.assume_constant_result(fn))
+
+
+__all__ = ["annotate", "constant_while_tracing", "higher_order_names", "operator_names", "traced_line"]

@@ -7,11 +7,14 @@ no public replacement yet. The list of operator names has none either.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._guards import TracingContext
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _higher_order_ops
 from torch.fx.traceback import annotate
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def operator_names() -> list[str]:
@@ -24,10 +27,13 @@ def operator_names() -> list[str]:
     return names
 
 
+def operator_count() -> int:
+    """How many operators are registered now; grows as libraries are imported."""
+    return len(torch._C._dispatch_get_all_op_names()) + len(_higher_order_ops)
+
+
 def higher_order_names() -> list[str]:
     """Every higher-order operator that is registered, as ``"flex_attention"``."""
-    from torch._ops import _higher_order_ops
-
     return list(_higher_order_ops)
 
 
@@ -41,9 +47,19 @@ def traced_line() -> tuple[str, int] | None:
     return None
 
 
-def constant_while_tracing[F: Callable[..., Any]](fn: F) -> F:
+def constant_while_tracing(fn: F) -> F:
     """Mark `fn` to run at trace time, its result taken as a constant."""
     return cast(F, torch._dynamo.assume_constant_result(fn))
 
 
-__all__ = ["annotate", "constant_while_tracing", "higher_order_names", "operator_names", "traced_line"]
+__all__ = [
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "annotate",
+    "constant_while_tracing",
+    "higher_order_names",
+    "operator_count",
+    "operator_names",
+    "traced_line",
+]

@@ -1,0 +1,251 @@
+"""Hints written in model code: `ac_region`, as a context manager and as a decorator.
+
+While autop_ac captures a model, a region becomes an annotation on each node traced inside it, under a key
+of its own (``autop_ac_region_<uid>``): nested annotations with one key would replace each other, and with
+a growing uid the innermost region is the one with the largest. Values of an annotation are strings,
+booleans and tuples of strings, because Dynamo keeps nothing else. Under plain `torch.compile` regions
+do nothing; in eager the decorator checkpoints through `torch.utils.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from . import _torch_annotate as private
+from .errors import ConfigError, HintError
+from .policies import Selector, conflicts, parse_selectors
+
+REGION_PREFIX = "autop_ac_region_"
+_OTHERWISE = ("recompute", "save", "auto")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_capturing: ContextVar[bool] = ContextVar("autop_ac_capturing", default=False)
+_uids = itertools.count(1)
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """While open, regions that Dynamo traces in this thread leave their annotation."""
+    token = _capturing.set(True)
+    try:
+        yield
+    finally:
+        _capturing.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSpec:
+    """What one `ac_region(...)` says, checked.
+
+    Attributes:
+        name: the user's name for it, or ``""``.
+        save, recompute: selectors.
+        otherwise: what happens to the rest: ``"recompute"``, ``"save"`` or ``"auto"``.
+        prefer: a preference rather than an order.
+        source: ``"file.py:12"``, or ``""``.
+    """
+
+    name: str
+    save: tuple[Selector, ...]
+    recompute: tuple[Selector, ...]
+    otherwise: str
+    prefer: bool
+    source: str
+
+    def annotation(self) -> dict[str, Any]:
+        """The spec in plain strings, for ``node.meta["custom"]``."""
+        return {
+            "name": self.name,
+            "save": tuple(map(str, self.save)),
+            "recompute": tuple(map(str, self.recompute)),
+            "otherwise": self.otherwise,
+            "prefer": self.prefer,
+            "source": self.source,
+        }
+
+    @property
+    def label(self) -> str:
+        """How messages call it: ``ac_region "attention"``."""
+        return f'ac_region "{self.name}"' if self.name else "ac_region"
+
+
+def read_annotation(value: dict[str, Any]) -> RegionSpec:
+    """The inverse of `RegionSpec.annotation`."""
+    return RegionSpec(
+        name=value["name"],
+        save=tuple(map(Selector, value["save"])),
+        recompute=tuple(map(Selector, value["recompute"])),
+        otherwise=value["otherwise"],
+        prefer=value["prefer"],
+        source=value["source"],
+    )
+
+
+def _spec(
+    name: str | None, save: Any, recompute: Any, otherwise: str | None, prefer: bool, source: str
+) -> RegionSpec:
+    where = f" at {source}" if source else ""
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(
+            f"ac_region{where}: the name is {name!r}, and must be text; for a decorator write "
+            "@ac_region() with parentheses"
+        )
+    if otherwise is not None and otherwise not in _OTHERWISE:
+        raise ConfigError(
+            f'ac_region{where}: otherwise={otherwise!r}; allowed are "recompute", "save", "auto", '
+            "and None for the default"
+        )
+    if not isinstance(prefer, bool):
+        raise ConfigError(f"ac_region{where}: prefer={prefer!r}; allowed are True and False")
+    try:
+        saved, recomputed = parse_selectors(save), parse_selectors(recompute)
+    except ConfigError as error:
+        raise ConfigError(f"ac_region{where}: {error}") from error
+    if clash := conflicts(saved, recomputed):
+        raise HintError(
+            f"ac_region{where} contradicts itself: {'; '.join(clash)}. Remove it from one of them"
+        )
+    if otherwise is None:
+        otherwise = "auto" if recomputed and not saved else "recompute"
+    return RegionSpec(name or "", saved, recomputed, otherwise, prefer, source)
+
+
+@private.constant_while_tracing
+def _is_capturing() -> bool:
+    return _capturing.get()
+
+
+@private.constant_while_tracing
+def _enter(
+    name: str | None,
+    save: Any,
+    recompute: Any,
+    otherwise: str | None,
+    prefer: bool,
+    source: str | None,
+) -> dict[str, Any]:
+    """Runs at trace time, once per entry: the annotation to write, under a key of its own."""
+    if source is None:
+        line = private.traced_line()
+        source = f"{line[0]}:{line[1]}" if line else ""
+    spec = _spec(name, save, recompute, otherwise, prefer, source)
+    return {f"{REGION_PREFIX}{next(_uids)}": spec.annotation()}
+
+
+@private.constant_while_tracing
+def _refuse_stored_region() -> None:
+    raise HintError(
+        "an ac_region made outside of forward is entered inside it, which cannot be traced: write "
+        "`with ac_region(...):` in forward itself, or decorate a function with it"
+    )
+
+
+def ac_region(
+    name: str | None = None,
+    *,
+    save: Any = (),
+    recompute: Any = (),
+    otherwise: str | None = None,
+    prefer: bool = False,
+) -> Any:
+    """A region of the model with hints of its own: ``with ac_region(...):`` or ``@ac_region(...)``.
+
+    What enters the region is kept. In plain eager the context manager does nothing, and the decorator
+    is selective activation checkpointing by `torch.utils.checkpoint`.
+
+    Args:
+        name: for reports.
+        save: selectors of operators whose results are kept; one, or several.
+        recompute: selectors of operators whose results are recomputed in backward.
+        otherwise: what happens to the rest: ``"recompute"`` (the default where `save` or nothing
+            is given), ``"save"``, or ``"auto"`` (the default where only `recompute` is given).
+        prefer: a preference, which the automatic part may go against where its limit demands it.
+
+    Raises:
+        ConfigError: an unknown operator, or `otherwise` is not one of the above.
+        HintError: an operator is both saved and recomputed.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        if _is_capturing():
+            return private.annotate(_enter(name, save, recompute, otherwise, prefer, None))
+        return contextlib.nullcontext()
+    frame = sys._getframe(1)
+    source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return _Region(_spec(name, save, recompute, otherwise, prefer, source))
+
+
+class _Region:
+    """What `ac_region` gives outside of tracing: a manager that does nothing, and a decorator."""
+
+    def __init__(self, spec: RegionSpec) -> None:
+        self.spec = spec
+
+    def __enter__(self) -> None:
+        if torch.compiler.is_dynamo_compiling() and _is_capturing():
+            _refuse_stored_region()
+
+    def __exit__(self, *exc_info: object) -> None:
+        return None
+
+    def __call__(self, fn: F) -> F:
+        if not callable(fn) or isinstance(fn, (type, torch.nn.Module)):
+            raise HintError(
+                f"{self.spec.label} at {self.spec.source} decorates {fn!r}: decorate a function or a "
+                "method such as forward"
+            )
+        spec = self.spec
+        name, otherwise, prefer, source = spec.name, spec.otherwise, spec.prefer, spec.source
+        save, recompute = tuple(map(str, spec.save)), tuple(map(str, spec.recompute))
+        checkpointed = _eager(fn, spec)
+
+        @functools.wraps(fn)
+        def in_region(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                if _is_capturing():
+                    marks = _enter(name, save, recompute, otherwise, prefer, source)
+                    with private.annotate(marks):
+                        return fn(*args, **kwargs)
+                return fn(*args, **kwargs)
+            return checkpointed(*args, **kwargs)
+
+        return in_region  # type: ignore[return-value]
+
+
+def _eager(fn: F, spec: RegionSpec) -> Callable[..., Any]:
+    """`fn` under activation checkpointing of eager PyTorch, or `fn` itself where all is kept."""
+    if spec.otherwise != "recompute" and not spec.recompute:
+        return fn
+    if spec.otherwise == "recompute" and not spec.save:
+        return partial(checkpoint, fn, use_reentrant=False)
+    policy = partial(_eager_policy, spec)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return partial(checkpoint, fn, use_reentrant=False, context_fn=contexts)
+
+
+def _eager_policy(
+    spec: RegionSpec, _ctx: Any, op: Any, *_args: Any, **_kwargs: Any
+) -> CheckpointPolicy:
+    text = str(op)
+    if any(s.matches(text) for s in spec.save):
+        return CheckpointPolicy.PREFER_SAVE if spec.prefer else CheckpointPolicy.MUST_SAVE
+    if any(s.matches(text) for s in spec.recompute):
+        return CheckpointPolicy.PREFER_RECOMPUTE if spec.prefer else CheckpointPolicy.MUST_RECOMPUTE
+    if spec.otherwise == "recompute":
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.PREFER_SAVE

@@ -1,0 +1,136 @@
+"""Settings as frozen values; each is checked when it is made."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Literal
+
+from .errors import ConfigError, HintError
+from .policies import Selector, conflicts, parse_selectors
+
+_UNITS = {"B": 1}
+for _power, _letter in enumerate("KMGTPE", start=1):
+    _UNITS[f"{_letter}B"] = 1000**_power
+    _UNITS[f"{_letter}IB"] = 1024**_power
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*")
+
+
+class _RuleConflictError(HintError, ConfigError):
+    """Two rules of one configuration contradict each other."""
+
+
+def parse_bytes(value: Any, *, name: str = "size", off: str = "None") -> int:
+    """Read a size in bytes, rounded up.
+
+    Args:
+        value: a positive int of bytes, or text with a unit: ``"512 MiB"`` (powers of 1024),
+            ``"1.5 GB"`` (powers of 1000), ``"64 KiB"``, ``"100 B"``.
+        name: the setting, for the message.
+        off: how to turn the setting off, for the message.
+
+    Raises:
+        ConfigError: not a size; a bool, a float, zero, negative, infinite or misspelt.
+    """
+    allowed = (
+        f"{name}={value!r} is not a size: allowed are a positive int of bytes, or a number and a "
+        f'unit such as "512 MiB" or "1.5 GB" (B, KB to EB, KiB to EiB); say {name}={off} for off'
+    )
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        unit = _UNITS.get(match[2].upper()) if match else None
+        if match is None or unit is None:
+            raise ConfigError(allowed)
+        size = math.ceil(Fraction(match[1]) * unit)
+    elif isinstance(value, float):
+        raise ConfigError(f"{allowed}. A float is a fraction, and {name} is no fraction")
+    elif isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ConfigError(allowed)
+    else:
+        try:
+            size = operator.index(value)
+        except TypeError as error:
+            raise ConfigError(allowed) from error
+    if size <= 0:
+        raise ConfigError(allowed)
+    return size
+
+
+@dataclass(frozen=True)
+class ACConfig:
+    """Settings of activation checkpointing.
+
+    Attributes:
+        enable: False turns hints, rules and the automatic part off. Tags made by
+            `torch.utils.checkpoint` stay, and parameter gathers are recomputed all the same.
+        stage_size: most bytes that the recomputed values of a stage sum to: an int, text with a unit,
+            ``"auto"`` (the size with the lowest predicted peak), or None for no automatic part.
+        memory_budget: reserved; only None is taken.
+        save: selectors of operators whose results are kept, everywhere in the model.
+        recompute: selectors of operators whose results are recomputed in backward.
+
+    Raises:
+        ConfigError: a value is out of range, misspelt, or contradicts another.
+    """
+
+    enable: bool = True
+    stage_size: str | int | None = "auto"
+    memory_budget: str | int | float | None = None
+    save: Any = ()
+    recompute: Any = ()
+    stage_bytes: int | None = field(init=False, compare=False, repr=False, default=None)
+    """`stage_size` in bytes; None for ``"auto"`` and for no stages."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enable, bool):
+            raise ConfigError(f"enable={self.enable!r}: allowed are True and False; False is off")
+        if self.memory_budget is not None:
+            raise ConfigError(
+                f"memory_budget={self.memory_budget!r}: budgets are not yet available, only None is "
+                'allowed; say stage_size="auto" for the lowest predicted peak, or stage_size="512 MiB"'
+            )
+        auto = isinstance(self.stage_size, str) and self.stage_size == "auto"
+        if self.stage_size is not None and not auto:
+            try:
+                size = parse_bytes(self.stage_size, name="stage_size")
+            except ConfigError as error:
+                raise ConfigError(f'{error}; or stage_size="auto"') from error
+            object.__setattr__(self, "stage_bytes", size)
+        for name in ("save", "recompute"):
+            try:
+                selectors = parse_selectors(getattr(self, name))
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from error
+            object.__setattr__(self, name, selectors)
+        clash = conflicts(self.saved_selectors, self.recomputed_selectors)
+        if clash:
+            raise _RuleConflictError(
+                f"ACConfig contradicts itself: {'; '.join(clash)}. Remove it from one of them"
+            )
+
+    @property
+    def saved_selectors(self) -> tuple[Selector, ...]:
+        """`save`, parsed."""
+        return tuple(self.save)
+
+    @property
+    def recomputed_selectors(self) -> tuple[Selector, ...]:
+        """`recompute`, parsed."""
+        return tuple(self.recompute)
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """How forward and backward are compiled: run node by node, or by Inductor."""
+
+    backend: Literal["eager", "inductor"] = "inductor"
+
+    def __post_init__(self) -> None:
+        if self.backend not in ("eager", "inductor"):
+            raise ConfigError(
+                f'backend={self.backend!r}: allowed are "eager" (no compiler) and "inductor"'
+            )

@@ -35,18 +35,18 @@ _OTHERWISE = ("recompute", "save", "auto")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_capturing: ContextVar[bool] = ContextVar("autop_ac_capturing", default=False)
-_uids = itertools.count(1)
+# None outside of a capture; inside, it numbers the entries of regions
+_uids: ContextVar[Iterator[int] | None] = ContextVar("autop_ac_region_uids", default=None)
 
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
     """While open, regions that Dynamo traces in this thread leave their annotation."""
-    token = _capturing.set(True)
+    token = _uids.set(itertools.count(1))
     try:
         yield
     finally:
-        _capturing.reset(token)
+        _uids.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def _spec(
 
 @private.constant_while_tracing
 def _is_capturing() -> bool:
-    return _capturing.get()
+    return _uids.get() is not None
 
 
 @private.constant_while_tracing
@@ -145,15 +145,9 @@ def _enter(
         line = private.traced_line()
         source = f"{line[0]}:{line[1]}" if line else ""
     spec = _spec(name, save, recompute, otherwise, prefer, source)
-    return {f"{REGION_PREFIX}{next(_uids)}": spec.annotation()}
-
-
-@private.constant_while_tracing
-def _refuse_stored_region() -> None:
-    raise HintError(
-        "an ac_region made outside of forward is entered inside it, which cannot be traced: write "
-        "`with ac_region(...):` in forward itself, or decorate a function with it"
-    )
+    uids = _uids.get()
+    assert uids is not None, "regions are entered while capturing() is open"
+    return {f"{REGION_PREFIX}{next(uids)}": spec.annotation()}
 
 
 def ac_region(
@@ -166,7 +160,8 @@ def ac_region(
 ) -> Any:
     """A region of the model with hints of its own: ``with ac_region(...):`` or ``@ac_region(...)``.
 
-    What enters the region is kept. In plain eager the context manager does nothing, and the decorator
+    What enters the region is kept. Write it where it is entered: one made outside of forward and
+    entered inside cannot be traced. In plain eager the context manager does nothing, and the decorator
     is selective activation checkpointing by `torch.utils.checkpoint`.
 
     Args:
@@ -197,8 +192,7 @@ class _Region:
         self.spec = spec
 
     def __enter__(self) -> None:
-        if torch.compiler.is_dynamo_compiling() and _is_capturing():
-            _refuse_stored_region()
+        return None
 
     def __exit__(self, *exc_info: object) -> None:
         return None

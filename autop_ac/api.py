@@ -222,7 +222,7 @@ class AutoParallel:
             InfeasibleError: no plan satisfies the constraints; they are named.
         """
         joint = self._open_joint("optimize_placement")
-        topology = self._topology or Topology.default(tuple(self._mesh.shape))
+        topology = self._topology or Topology.from_mesh_shape(tuple(self._mesh.shape))
         policy = self._mp_policy
         plan = search(
             joint,
@@ -264,7 +264,7 @@ class AutoParallel:
 
     def _plan_recompute(self, local: LocalGraph) -> Recompute:
         assert self._hints is not None
-        topology = self._topology or Topology.default(tuple(self._mesh.shape))
+        topology = self._topology or Topology.from_mesh_shape(tuple(self._mesh.shape))
         return plan_recompute(
             local, self._hints, self._ac, self._device, topology, self._mesh, self._reshard
         )

@@ -44,7 +44,10 @@ class LocalGraph:
 
 def local_shape(shape: Any, mesh: DeviceMesh, placements: Placements) -> tuple[int, ...]:
     """Shape of this rank's part of a tensor of global `shape`."""
-    return tuple(private.compute_local_shape_and_global_offset(shape, mesh, placements)[0])
+    shape, _ = private.compute_local_shape_and_global_offset(
+        shape, mesh, placements, skip_offset=True
+    )
+    return tuple(shape)
 
 
 def make_spec(value: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Any:

@@ -4,6 +4,7 @@ Axes change from the last to the first, as DTensor moves nested shards. From Sha
 all-gather, from Partial to Replicate an all-reduce, from Partial to Shard a reduce-scatter, from one
 Shard to another an all-to-all, from Replicate to Shard a slice that costs nothing. Nothing becomes
 Partial. Where two axes shard one dim, the outer one can only change after the inner one is gathered.
+Collectives work on dim 0: a shard of another dim costs one more pass over memory, for the copy.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
-from ..graph.cost import collective_time_s
+from ..graph.cost import Collective, collective_time_s
 from ..graph.devices import Topology
 from .plan import Placements
 
@@ -33,9 +34,12 @@ def local_bytes(
 class RedistributionCosts:
     """Seconds per redistribution on one mesh, memoised by shape, size of an element and placements."""
 
-    def __init__(self, mesh_shape: tuple[int, ...], topology: Topology) -> None:
+    def __init__(
+        self, mesh_shape: tuple[int, ...], topology: Topology, memory_bandwidth: float
+    ) -> None:
         self.mesh_shape = mesh_shape
         self.topology = topology
+        self.memory_bandwidth = memory_bandwidth
         self._memo: dict[tuple[object, ...], float | None] = {}
 
     def seconds(self, value: torch.Tensor, source: Placements, target: Placements) -> float | None:
@@ -92,11 +96,16 @@ class RedistributionCosts:
         latency = self.topology.latency_s[axis]
         held = local_bytes(shape, itemsize, tuple(now), self.mesh_shape)
         source = now[axis]
+        dims = [p.dim for p in (source, target) if isinstance(p, Shard)]
         if isinstance(source, Partial):
-            kind = "reduce_scatter" if isinstance(target, Shard) else "all_reduce"
-            return collective_time_s(kind, held, count, bandwidth, latency)  # type: ignore[arg-type]
-        if isinstance(source, Shard):
-            if isinstance(target, Shard):
-                return collective_time_s("all_to_all", held, count, bandwidth, latency)
-            return collective_time_s("all_gather", held * count, count, bandwidth, latency)
-        return 0.0
+            kind: Collective = "reduce_scatter" if isinstance(target, Shard) else "all_reduce"
+            full = held
+        elif isinstance(source, Shard):
+            kind = "all_to_all" if isinstance(target, Shard) else "all_gather"
+            full = held if isinstance(target, Shard) else held * count
+        else:
+            return 0.0
+        copied = 2 * full if any(dims) else 0
+        return (
+            collective_time_s(kind, full, count, bandwidth, latency) + copied / self.memory_bandwidth
+        )

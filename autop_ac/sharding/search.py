@@ -370,7 +370,9 @@ def _edges(
     results: Sequence[tuple[int, int] | None],
     settings: _Settings,
 ) -> tuple[Edge, ...]:
-    prices = RedistributionCosts(settings.shape, settings.topology)
+    prices = RedistributionCosts(
+        settings.shape, settings.topology, settings.device.memory_bandwidth
+    )
     twice = _gathered_twice(joint) if settings.reshard_after_forward else set()
     late = _reduced_late(joint, settings.reduce_dtype)
     numbers: dict[tuple[int, int], int] = {}

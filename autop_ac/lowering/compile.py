@@ -83,6 +83,9 @@ def _with_graph(joint: JointGraph, local: torch.fx.GraphModule) -> Any:
     primals = [v for v, kind in zip(values, kinds, strict=True) if kind != "tangent"]
     tangents = [v for v, kind in zip(values, kinds, strict=True) if kind == "tangent"]
     metadata.traced_tangents = tangents
+    metadata.subclass_tangent_meta = private.create_subclass_meta(
+        tangents, count_symints=False, with_memory_format=True
+    )
     captured.graph_module = local
     captured.updated_flat_args = (primals, tangents)
     state.flat_args = primals

@@ -173,7 +173,8 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: _Settin
         names=tuple(draft.names),
         options=tuple(draft.options),
         option_s=tuple(
-            tuple(_option_s(o, settings.device) for o in options) for options in draft.options
+            tuple(_option_s(o, node, joint, settings.device) for o in options)
+            for options, node in zip(draft.options, draft.nodes, strict=True)
         ),
         edges=edges,
         ties=_tangent_ties(joint, draft, results),
@@ -185,8 +186,20 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: _Settin
     return Built(problem, dict(draft.group_of), slots, tuple(finder.notes))
 
 
-def _option_s(option: Option, device: DeviceSpec) -> float:
-    return option.compute_s + _TIE_BREAK * option.output_bytes / device.memory_bandwidth
+def _option_s(
+    option: Option, node: torch.fx.Node | None, joint: JointGraph, device: DeviceSpec
+) -> float:
+    """Seconds and tie-breaks: less memory, and parameters sharded on dim 0.
+
+    Elements of a shard of another dim do not lie together, which costs a copy when it is gathered.
+    """
+    write_s = option.output_bytes / device.memory_bandwidth
+    seconds = option.compute_s + _TIE_BREAK * write_s
+    if node is not None and node.op == "placeholder":
+        if joint.placeholders[node.name].kind == "parameter" and option.outputs[0]:
+            others = sum(isinstance(p, Shard) and p.dim > 0 for p in option.outputs[0])
+            seconds += others * write_s
+    return seconds
 
 
 def _replicated(mesh_shape: Sequence[int]) -> Placements:

@@ -106,7 +106,7 @@ def real_inputs(joint, vocab=64):
 
 def parts(tensor, placement):
     if isinstance(placement, Shard):
-        return list(tensor.chunk(2, placement.dim))
+        return [p.contiguous() for p in tensor.chunk(2, placement.dim)]  # as collectives give them
     if isinstance(placement, Partial):
         noise = torch.randn_like(tensor)
         whole = 2 * tensor if placement.reduce_op == "avg" else tensor
@@ -118,7 +118,8 @@ def whole(pieces, placement):
     if isinstance(placement, Shard):
         return torch.cat(pieces, placement.dim)
     if isinstance(placement, Partial):
-        return sum(pieces) / (2 if placement.reduce_op == "avg" else 1)
+        total = pieces[0] + pieces[1]
+        return total / 2 if placement.reduce_op == "avg" else total
     torch.testing.assert_close(pieces[0], pieces[1])
     return pieces[0]
 
@@ -234,7 +235,7 @@ def test_operator_without_rule_is_replicated_with_a_warning(fake_mesh):
             self.w = torch.nn.Parameter(torch.ones(8))
 
         def forward(self, x):
-            return torch.as_strided(x * self.w, (8, 8), (8, 1), 0) * 2
+            return torch.as_strided(x, (8, 8), (8, 1), 0) * self.w
 
     joint = capture(Strange(), lambda: torch.randn(8, 8))
     with pytest.warns(UserWarning, match=r"no sharding rule for aten\.as_strided.*test_sharding"):
@@ -421,7 +422,7 @@ def test_conflict_of_memory_and_node_is_named(fake_mesh):
     constraints = Constraints(parameter_high=0.5, nodes={"up.weight": (R,)})
     with pytest.raises(InfeasibleError, match="parameter memory and nodes") as caught:
         plan(mlp_joint(), fake_mesh(2), constraints)
-    assert caught.value.smallest_bytes <= caught.value.budget_bytes
+    assert caught.value.smallest_bytes > caught.value.budget_bytes > 0
 
 
 def test_node_constraint_is_kept_and_misspelling_is_helped(fake_mesh):
@@ -467,20 +468,26 @@ def test_gradients_are_reduced_after_the_cast(fake_mesh):
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    joint = capture(MLP(256, 1024), lambda: torch.randn(64, 256), mp_policy=policy)
+    with torch.device("meta"):
+        model = MLP(1024, 4096)
+    joint = capture(model, lambda: torch.randn(16384, 1024), mp_policy=policy)
     mesh = fake_mesh(2)
     spec = ((S0,),)
     constraints = Constraints(spec, spec, parameter_high=0.5)
 
-    def casts_given(found):
-        result = []
+    def early_sums(found):
+        """Gradients summed over devices before they are cast."""
+        count = 0
         for port, node in zip(joint.results, joint.module.graph.output_node().args[0]):
-            if port is not None and port.kind == "gradient":
-                assert node.target is torch.ops.aten._to_copy.default
-                result.append(found.choices[node.name].inputs[0][0])
-        return result
+            if port is None or port.kind != "gradient":
+                continue
+            assert node.target is torch.ops.aten._to_copy.default
+            while node.target in search_module._CASTS + search_module._PLAIN_VIEWS:
+                wanted = found.choices[node.name].inputs[0]
+                node = node.args[0]
+                have = found.choices[node.name].outputs[0]
+                count += isinstance(have[0], Partial) and have != wanted
+        return count
 
-    late = casts_given(plan(joint, mesh, constraints, reduce_dtype=torch.float32))
-    early = casts_given(plan(joint, mesh, constraints))
-    assert all(isinstance(p, Partial) for p in late)
-    assert not any(isinstance(p, Partial) for p in early)
+    assert early_sums(plan(joint, mesh, constraints, reduce_dtype=torch.float32)) == 0
+    assert early_sums(plan(joint, mesh, constraints)) > 0

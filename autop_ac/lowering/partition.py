@@ -118,7 +118,7 @@ def _reduce(gm: fx.GraphModule, order: list[str], *, reorder: bool) -> None:
     computed = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     wanted = set(order)
     for node in reversed(computed):
-        if node.name not in wanted:
+        if node.name not in wanted and not node.users:  # a symbol's binding may be a result
             graph.erase_node(node)
     there = {n.name: n for n in computed if n.name in wanted}
     if missing := [name for name in order if name not in there]:

@@ -78,15 +78,29 @@ def resolve_hints(gm: torch.fx.GraphModule, placeholders: Mapping[str, Port]) ->
     for scope in ordered:
         for name in scope.nodes:
             scopes_of[name].append(scope)
-    spoken: dict[str, list[tuple[Wish, bool]]] = {
-        name: [scope.own[name] for scope in scopes if name in scope.own]
-        for name, scopes in scopes_of.items()
-    }
+    spoken = {name: _spoken(name, scopes_of[name]) for name in nodes if name in scopes_of}
     _keep_what_enters(nodes, ordered, scopes_of, spoken)
     wishes = {
-        name: tuple(dict.fromkeys(wish for wish, _ in asked)) for name, asked in spoken.items() if asked
+        name: tuple(dict.fromkeys(wish for wish, _ in spoken[name]))
+        for name in nodes
+        if spoken.get(name)
     }
     return ResolvedHints(MappingProxyType(wishes), _region_messages(regions))
+
+
+def _spoken(name: str, scopes: Iterable[_Scope]) -> list[tuple[Wish, bool]]:
+    """What is asked of a node, innermost first.
+
+    A region and a checkpoint of the very same nodes do not show which one is inside: there an operator
+    that the policy of the checkpoint named goes first.
+    """
+
+    def order(scope: _Scope) -> tuple[int, int]:
+        wish, named = scope.own[name]
+        tagged = isinstance(wish, CheckpointWish)
+        return len(scope.nodes), (-1 if named else 1) if tagged else 0
+
+    return [s.own[name] for s in sorted((s for s in scopes if name in s.own), key=order)]
 
 
 def _forward_nodes(

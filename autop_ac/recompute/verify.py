@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ..errors import PartitionError
-from ..graph.facts import Facts, Value
+from ..graph.facts import Facts
 from ..graph.liveness import live_backward
 from .plan import Action
 
@@ -99,13 +99,11 @@ def _is_keepable(facts: Facts, index: int, producers: set[int | None]) -> bool:
     value = facts.values[index]
     if index in producers:
         return False
-    if value.follows is None or value.effectful:
+    if value.follows is None or value.effectful or "wait_tensor" in value.op:
         return True
     source = facts.values[value.follows]
-    if source.collective:  # the wait, and never the result that has not arrived
-        return not value.op == "getitem"
-    if value.op == "getitem":
-        return source.follows is None or source.effectful
+    if value.op == "getitem":  # of new results; of a split it is one more view
+        return source.effectful or (source.follows is None and not source.collective)
     return False
 
 
@@ -142,13 +140,3 @@ def kept_bytes(facts: Facts, saved: Iterable[int]) -> int:
     held -= {s for v in facts.values if v.side == "input" for s in v.storages}
     return sum(facts.storage_bytes[s] for s in held)
 
-
-__all__ = [
-    "Value",
-    "check_saved",
-    "closure",
-    "effective_action",
-    "kept_bytes",
-    "must_be_saved",
-    "root_of",
-]

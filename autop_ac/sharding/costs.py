@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.tensor.placement_types import Partial, Placement, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from ..graph.cost import Collective, collective_time_s
 from ..graph.devices import Topology
@@ -65,7 +65,9 @@ class RedistributionCosts:
             p, q = pairs[axis]
             if p == q and isinstance(p, Shard) and self._outer_moves(pairs, axis, p.dim):
                 seconds += self._step(shape, itemsize, now, axis, None)
-            elif p != q:
+                now[axis] = Replicate()  # cut again at the end, which costs nothing
+                continue
+            if p != q:
                 seconds += self._step(shape, itemsize, now, axis, q)
             now[axis] = q
         return seconds

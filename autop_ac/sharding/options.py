@@ -501,6 +501,13 @@ def _elementwise(args: Any, kwargs: Any, outputs: Any) -> list[Any]:
     ]
 
 
+def _copy(args: Any, kwargs: Any, outputs: Any) -> list[Any]:
+    """``copy(self, src)`` where both have one shape."""
+    target, source = args[0], args[1]
+    dims = range(target.dim()) if target.shape == source.shape else ()
+    return [([Shard(d)], [Shard(d), Shard(d)]) for d in dims]
+
+
 def _attention(args: Any, kwargs: Any, outputs: Any) -> list[Any]:
     """Batch and heads (dims 0 and 1 of every tensor) are independent of each other."""
     tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
@@ -520,6 +527,7 @@ _OWN_RULES: Mapping[Any, Callable[[Any, Any, Any], list[Any]]] = {
     aten.bernoulli.p: _elementwise,
     aten.bernoulli.default: _elementwise,
     aten.lift_fresh_copy.default: _elementwise,
+    aten.copy.default: _copy,
     aten.native_dropout.default: _elementwise,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention,

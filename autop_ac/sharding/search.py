@@ -165,10 +165,11 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: _Settin
                 options = (*options, *_uneven_casts(node, options, settings))
             draft.add(node.name, options, node)
     results = _result_groups(joint, draft, outputs, settings.shape)
+    smallest = {g: min(o.output_bytes for o in options) for g, options in enumerate(draft.options)}
     _fix_nodes(joint, draft, constraints)
     _drop_unreachable(draft)
     edges = _edges(joint, draft, results, settings)
-    memory, low, high = _parameter_memory(joint, draft, constraints)
+    memory, low, high = _parameter_memory(joint, draft, constraints, smallest)
     problem = Problem(
         names=tuple(draft.names),
         options=tuple(draft.options),
@@ -594,7 +595,7 @@ def _tangent_ties(
 
 
 def _parameter_memory(
-    joint: JointGraph, draft: _Draft, constraints: Constraints
+    joint: JointGraph, draft: _Draft, constraints: Constraints, smallest: dict[int, int]
 ) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], float | None, float | None]:
     """Bytes per option of each parameter, and the bounds on their sum.
 
@@ -615,7 +616,7 @@ def _parameter_memory(
         memory.append((group, sizes))
         total += size
         if high is not None:
-            slack += max(0.0, min(sizes) - high * size)
+            slack += max(0.0, smallest[group] - high * size)
     upper = None if high is None else high * total + slack
     lower = None if low is None else low * total
     return tuple(memory), lower, upper
@@ -655,7 +656,11 @@ def _why_infeasible(
     text = f"no sharding plan meets all constraints; in conflict: {named}."
     if "parameter memory" in helpful:
         problem = build_problem(joint, no_memory, settings).problem
-        total = sum(max(sizes) for _, sizes in problem.memory)
+        total = sum(
+            n.meta["val"].numel() * n.meta["val"].element_size()
+            for n in joint.module.graph.nodes
+            if n.op == "placeholder" and joint.placeholders[n.name].kind == "parameter"
+        )
         smallest = sum(min(sizes) for _, sizes in problem.memory)
         high = constraints.parameter_high
         budget = None if high is None else int(high * total)

@@ -1,0 +1,205 @@
+"""The automatic part: stages of the forward pass, recomputed one after the other in backward.
+
+Let v_1 .. v_n be the forward values that decide for themselves, in graph order, b_i their bytes, and u_i
+the last forward reader of v_i or of a view of it. Values that nobody decided yet are *free*. A cut after
+position p keeps every free v_i with i <= p < u_i, A(p) bytes in all. A stage is the free values between
+two cuts; what no cut keeps of it is recomputed, together, when backward reaches it.
+
+`stage_wishes` walks forward. The free values since the last cut may sum to at most `stage_bytes`, and
+among the cuts that keep to this the one with the least A(p) is taken, the latest of equals: layers that
+are equal have equal cuts. A cut in the first half of what fits is taken only where it keeps at most half
+of the bytes of the best one in the second half: otherwise a graph whose A(p) only grows (DenseNet) would
+be cut after every node. Linear where cuts fall in the second half; a run of early cuts may look at
+values of a window again. All in integers, and free of units: sizes scaled by an integer scale the
+answer. The greedy walk is not optimal; after Chen et al., "Training Deep Nets with Sublinear Memory
+Cost", 2016, section 4.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ..graph.facts import Facts, Value
+from .hints import root_of
+from .plan import Action, Origin, Wish
+
+_HALVINGS = 10  # the smallest stage tried holds a thousandth of the whole
+_MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16)  # layers in one stage
+_ROUTING = ("aten.topk.",)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """Free values in graph order, with what the walk needs of each.
+
+    Attributes:
+        free: value indices.  bytes: their bytes.
+        last: by position among `free`, the last position whose value was computed when the value
+            is read for the last time in forward, so that a cut before it keeps the value.
+        kept: values that the automatic part keeps wherever the cuts fall, with the reason.
+    """
+
+    free: tuple[int, ...]
+    bytes: tuple[int, ...]
+    last: tuple[int, ...]
+    kept: Mapping[int, str]
+
+
+def stage_wishes(
+    facts: Facts, stage_bytes: int | None, fixed: Mapping[int, Action]
+) -> tuple[Mapping[int, Wish], tuple[str, ...]]:
+    """What stages of at most `stage_bytes` ask of each value that decides for itself.
+
+    Args:
+        facts: the local graph.
+        stage_bytes: the most that the free values of one stage may sum to; None for no stages.
+        fixed: actions that higher origins decided; these values get no wish.
+
+    Returns:
+        A wish by value index, and notes for the report.
+    """
+    if stage_bytes is None:
+        return {}, ()
+    assert stage_bytes > 0, f"stage_bytes={stage_bytes}"
+    forward = _free_values(facts, fixed)
+    cuts = _cuts(forward, stage_bytes)
+    wishes = {i: Wish("save", Origin.AUTO, reason) for i, reason in forward.kept.items()}
+    large = []
+    for position, index in enumerate(forward.free):
+        stage = bisect.bisect_left(cuts, position)  # cut k comes after position cuts[k]
+        crosses = stage < len(cuts) and forward.last[position] > cuts[stage]
+        if crosses:
+            wishes[index] = Wish("save", Origin.AUTO, f"alive across the cut after stage {stage}")
+        else:
+            wishes[index] = Wish("recompute", Origin.AUTO, f"recomputed with stage {stage}")
+            if forward.bytes[position] > stage_bytes:
+                large.append(index)
+    notes = tuple(
+        f"{facts.values[i].name} of {facts.values[i].bytes} bytes is larger than the stage size of "
+        f"{stage_bytes} bytes and makes a stage of its own"
+        for i in large
+    )
+    return dict(sorted(wishes.items())), notes
+
+
+def _free_values(facts: Facts, fixed: Mapping[int, Action]) -> _Forward:
+    outputs = {root_of(facts, i) for i in facts.forward_outputs if facts.values[i].side == "forward"}
+    last_reader: dict[int, int] = {}
+    for value in facts.forward:
+        for i in value.inputs:
+            if facts.values[i].side == "forward":
+                last_reader[root_of(facts, i)] = value.index
+    kept: dict[int, str] = {}
+    free = []
+    for value in facts.forward:
+        if root_of(facts, value.index) != value.index or value.index in fixed:
+            continue
+        reason = _reason_to_keep(value, value.index in outputs)
+        if reason:
+            kept[value.index] = reason
+        else:
+            free.append(value.index)
+    # a reader at graph index r was preceded by the free values before r
+    last = tuple(bisect.bisect_left(free, last_reader.get(i, i)) for i in free)
+    return _Forward(tuple(free), tuple(facts.values[i].bytes for i in free), last, kept)
+
+
+def _reason_to_keep(value: Value, is_output: bool) -> str:
+    if value.random or value.effectful or value.reads_mutated:
+        return "cannot be recomputed"
+    if value.collective and not value.parameter:
+        return f"the {value.collective} of an activation is not sent twice"
+    if value.op.startswith(_ROUTING) or value.captured_op.startswith(_ROUTING):
+        return "routing must not change between forward and recompute"
+    if is_output:
+        return "an output of forward, alive anyway"
+    return ""
+
+
+def _cuts(forward: _Forward, stage_bytes: int) -> list[int]:
+    """Positions among the free values, ascending; a cut comes after its position."""
+    n = len(forward.free)
+    change = [0] * (n + 1)  # of the bytes alive across the cut after each position
+    for position, (size, last) in enumerate(zip(forward.bytes, forward.last, strict=True)):
+        change[position] += size
+        # the last reader, not free itself, may come after free value `last - 1` and before `last`
+        change[max(last, position)] -= size
+    alive = list(accumulate(change))
+    total = [0, *accumulate(forward.bytes)]
+    cuts: list[int] = []
+    start = 0
+    while total[n] - total[start] > stage_bytes:
+        # the furthest position whose stage fits, or one value alone
+        end = max(bisect.bisect_right(total, total[start] + stage_bytes) - 2, start)
+        half = start
+        while half < end and 2 * (total[half + 1] - total[start]) <= stage_bytes:
+            half += 1
+        cut = _least(alive, half, end)
+        early = _least(alive, start, half - 1) if half > start else cut
+        if 2 * alive[early] <= alive[cut] and total[early + 1] > total[start]:
+            cut = early
+        cuts.append(cut)
+        start = cut + 1
+    return cuts
+
+
+def _least(alive: list[int], first: int, last: int) -> int:
+    """The latest position of the least value in ``alive[first : last + 1]``."""
+    best = last
+    for position in range(last - 1, first - 1, -1):
+        if alive[position] < alive[best]:
+            best = position
+    return best
+
+
+def auto_stage_bytes(facts: Facts, evaluate: Callable[[int | None], int]) -> int | None:
+    """The stage size with the lowest predicted peak; of equal ones the larger, which saves less.
+
+    Args:
+        facts: the local graph.
+        evaluate: the predicted peak in bytes under a stage size, or without stages (None).
+
+    Returns:
+        A number of bytes, or None where no stages at all give a peak below that of any size.
+    """
+    best, least = None, None
+    for size in candidates(facts):  # from large to small
+        peak = evaluate(size)
+        if least is None or peak < least:
+            best, least = size, peak
+    return best if least is not None and least <= evaluate(None) else None
+
+
+def candidates(facts: Facts) -> tuple[int, ...]:
+    """Stage sizes to try, descending: sums of values that occur in the graph, so free of units.
+
+    The whole; prefixes of about its half, quarter, and so on; and multiples of the largest layer.
+    """
+    roots = [v for v in facts.forward if root_of(facts, v.index) == v.index and v.bytes > 0]
+    if not roots:
+        return ()
+    prefixes = list(accumulate(v.bytes for v in roots))
+    whole = prefixes[-1]
+    sizes = {whole}
+    for k in range(1, _HALVINGS + 1):
+        at = bisect.bisect_right(prefixes, whole >> k)
+        if at:
+            sizes.add(prefixes[at - 1])
+    layers = _layer_bytes(roots)
+    if layers:
+        largest = max(layers)
+        sizes.update(k * largest for k in _MULTIPLES if k <= len(layers))
+    return tuple(sorted((s for s in sizes if 0 < s <= whole), reverse=True))
+
+
+def _layer_bytes(roots: Iterable[Value]) -> list[int]:
+    """Bytes of each numbered layer: the module path to its first number, ``layers.3``."""
+    layers: dict[str, int] = {}
+    for value in roots:
+        if match := re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", value.module):
+            layers[match[0]] = layers.get(match[0], 0) + value.bytes
+    return list(layers.values())

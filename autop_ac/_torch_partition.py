@@ -4,22 +4,32 @@ None has a public replacement yet. Should AOTAutograd accept a saved set from ou
 to move: extraction, replay of random numbers and the pinned settings would all go.
 """
 
+import contextlib
+from typing import Any
+
 import torch._functorch.config as functorch_config
 from torch._functorch.partitioners import (
     _extract_fwd_bwd_modules,
     functionalize_rng_ops,
     min_cut_rematerialization_partition,
-    must_recompute,
 )
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import is_symbol_binding_fx_node
+from torch.fx import GraphModule
+
+
+def fake_mode_of(gm: GraphModule) -> Any:
+    """The fake mode that the graph's values belong to; torch looks for the mode that is active."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return contextlib.nullcontext()
+
 
 __all__ = [
-    "FakeTensor",
     "_extract_fwd_bwd_modules",
+    "fake_mode_of",
     "functionalize_rng_ops",
     "functorch_config",
-    "is_symbol_binding_fx_node",
     "min_cut_rematerialization_partition",
-    "must_recompute",
 ]

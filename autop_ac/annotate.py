@@ -1,10 +1,11 @@
 """Hints written in model code: `ac_region`, as a context manager and as a decorator.
 
-While autop_ac captures a model, a region becomes an annotation on each node traced inside it, under a key
-of its own (``autop_ac_region_<uid>``): nested annotations with one key would replace each other, and with
-a growing uid the innermost region is the one with the largest. Values of an annotation are strings,
-booleans and tuples of strings, because Dynamo keeps nothing else. Under plain `torch.compile` regions
-do nothing; in eager the decorator checkpoints through `torch.utils.checkpoint`.
+While autop_ac captures a model, a region becomes an annotation on each node traced inside it,
+under a key of its own (``autop_ac_region_<uid>``): nested annotations with one key would replace
+each other, and with a growing uid the innermost region is the one with the largest. Values of an
+annotation are strings, booleans and tuples of strings, because Dynamo keeps nothing else. Under
+plain `torch.compile` regions do nothing; in eager the decorator checkpoints through
+`torch.utils.checkpoint`.
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ def ac_region(
     """A region of the model with hints of its own: ``with ac_region(...):`` or ``@ac_region(...)``.
 
     What enters the region is kept. Write it where it is entered: one made outside of forward and
-    entered inside cannot be traced. In plain eager the context manager does nothing, and the decorator
-    is selective activation checkpointing by `torch.utils.checkpoint`.
+    entered inside cannot be traced. In plain eager the context manager does nothing, and the
+    decorator is selective activation checkpointing by `torch.utils.checkpoint`.
 
     Args:
         name: for reports.
@@ -200,8 +201,8 @@ class _Region:
     def __call__(self, fn: F) -> F:
         if not callable(fn) or isinstance(fn, (type, torch.nn.Module)):
             raise HintError(
-                f"{self.spec.label} at {self.spec.source} decorates {fn!r}: decorate a function or a "
-                "method such as forward"
+                f"{self.spec.label} at {self.spec.source} decorates {fn!r}: decorate a function or "
+                "a method such as forward"
             )
         spec = self.spec
         name, otherwise, prefer, source = spec.name, spec.otherwise, spec.prefer, spec.source

@@ -67,8 +67,9 @@ class ACConfig:
     Attributes:
         enable: False turns hints, rules and the automatic part off. Tags made by
             `torch.utils.checkpoint` stay, and parameter gathers are recomputed all the same.
-        stage_size: most bytes that the recomputed values of a stage sum to: an int, text with a unit,
-            ``"auto"`` (the size with the lowest predicted peak), or None for no automatic part.
+        stage_size: most bytes that the recomputed values of a stage sum to: an int, text with a
+            unit, ``"auto"`` (the size with the lowest predicted peak), or None for no automatic
+            part.
         memory_budget: reserved; only None is taken.
         save: selectors of operators whose results are kept, everywhere in the model.
         recompute: selectors of operators whose results are recomputed in backward.
@@ -90,8 +91,9 @@ class ACConfig:
             raise ConfigError(f"enable={self.enable!r}: allowed are True and False; False is off")
         if self.memory_budget is not None:
             raise ConfigError(
-                f"memory_budget={self.memory_budget!r}: budgets are not yet available, only None is "
-                'allowed; say stage_size="auto" for the lowest predicted peak, or stage_size="512 MiB"'
+                f"memory_budget={self.memory_budget!r}: budgets are not yet available, only None "
+                'is allowed; say stage_size="auto" for the lowest predicted peak, or a '
+                'stage_size such as "512 MiB"'
             )
         auto = isinstance(self.stage_size, str) and self.stage_size == "auto"
         if self.stage_size is not None and not auto:

@@ -1,7 +1,7 @@
 """Selectors: which operators a hint or a rule is about.
 
-A selector is a small frozen value that hashes, compares and prints. It is matched against the text of
-an operator (``str(node.target)``), so that everything that decides stays free of torch objects.
+A selector is a small frozen value that hashes, compares and prints. It is matched against the text
+of an operator (``str(node.target)``), so that everything that decides stays free of torch objects.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def parse_selector(x: Any) -> Selector:
     if isinstance(x, (private.OpOverload, private.OpOverloadPacket)):
         return Selector(str(x))
     if isinstance(x, private.HigherOrderOperator):
-        return Selector(x.name())
+        return Selector(str(x))
     if not isinstance(x, str):
         raise ConfigError(
             f"{x!r} ({type(x).__name__}) selects no operator: give an operator such as "
@@ -202,8 +202,10 @@ def _nearest(text: str) -> str:
     if f"aten.{text}" in _known():
         return f"aten.{text}"
     candidates = sorted((*_known(), *Group.__members__))
-    for name in (text, f"aten.{text}", text.upper()):
-        near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
-        if near:
-            return near[0]
-    return "aten.mm"
+    tries = (text,) if "." in text else (text, f"aten.{text}", text.upper())
+    near = [
+        (difflib.SequenceMatcher(None, name, match).ratio(), match)
+        for name in tries
+        for match in difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
+    ]
+    return max(near)[1] if near else "aten.mm"

@@ -53,7 +53,7 @@ def collect_facts(
     flat = pytree.arg_tree_leaves(*nodes[-1].args)
     forward_results = [r for r in flat[:num_forward_outputs] if isinstance(r, fx.Node)]
     backward_results = [r for r in flat[num_forward_outputs:] if isinstance(r, fx.Node)]
-    sides = _sides(nodes, placeholders, forward_results)
+    sides = sides_of(nodes, placeholders, forward_results)
     ledger = _Ledger()
     mutated = _mutated_inputs(nodes, placeholders, results)
     values: list[Value] = []
@@ -82,7 +82,7 @@ def collect_facts(
                 time_s=time_s(node) if node.op == "call_function" else 0.0,
                 follows=None if follows is None else index[follows],
                 is_tensor=tensor is not None,
-                random=_is_random(node),
+                random=draws_random(node),
                 effectful=_is_effectful(node),
                 reads_mutated=sides[node] == "forward" and not reads.isdisjoint(mutated_storages),
                 collective=collective,
@@ -107,6 +107,12 @@ def collect_facts(
     )
 
 
+def follows_of(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
+    """The node whose decision each node takes, None where it is decided by itself."""
+    ledger = _Ledger()
+    return {node: ledger.enter(node)[2] for node in nodes}
+
+
 def as_int(size: Any) -> int:
     """A size as a number; of a symbolic size its hint, without making a guard; 0 without one."""
     if isinstance(size, torch.SymInt):
@@ -124,8 +130,15 @@ def _op(node: fx.Node) -> str:
     return "getitem" if node.target is operator.getitem else str(node.target)
 
 
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+def draws_random(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers; attention with a dropout of zero does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    if "dropout_p" not in names:
+        return True
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return given.get("dropout_p", 0.0) != 0.0
 
 
 def _is_wait(node: fx.Node) -> bool:
@@ -151,9 +164,11 @@ def _is_effectful(node: fx.Node) -> bool:
     return "with_effects" in str(node.target) or node.is_impure(impure_random=False)
 
 
-def _sides(
+def sides_of(
     nodes: list[fx.Node], placeholders: Mapping[str, Port], forward_results: list[fx.Node]
 ) -> dict[fx.Node, Side]:
+    """The side of each node; placeholders without a port are told apart by AOTAutograd's names."""
+
     def is_tangent(node: fx.Node) -> bool:
         port = placeholders.get(node.name)
         return port.kind == "tangent" if port else "tangents" in str(node.target)

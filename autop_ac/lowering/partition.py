@@ -137,11 +137,6 @@ def _reduce(gm: fx.GraphModule, order: list[str], *, reorder: bool) -> None:
 def _replay_random(
     gm: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule, num_sizes: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    fake_mode = next(
-        n.meta["val"].fake_mode
-        for n in gm.graph.nodes
-        if isinstance(n.meta.get("val"), private.FakeTensor)
-    )
-    with fake_mode:  # where a fake state for the graph's metadata is made
+    with private.fake_mode_of(gm):  # where a fake state for the graph's metadata is made
         result: Any = private.functionalize_rng_ops(gm, forward, backward, num_sizes)
     return result[0], result[1]

@@ -2,6 +2,11 @@
 
 It runs on a copy without tags, before any tag of ours is written. Gathers of parameters are marked for
 recompute on the copy, since the contract holds whatever else is asked and the cut depends on it.
+
+Min-cut may keep what autograd made, as long as no tangent enters: the ``cos(x)`` of sin's backward, a
+transposed weight. To us these are backward values and are computed there, so what they read is kept
+in their stead. It may keep a view or one of several results: the value whose decision these follow is
+named beside them.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _torch_partition as private
+from ..graph.collect import follows_of, sides_of
 
 # the tags of others, and the budget annotation that lives in "custom"
 _DROPPED = ("recompute", "ac_graph_id", "has_backward_hook", "memory_budget", "custom")
@@ -45,14 +51,33 @@ def default_saved(
             stacklevel=2,
         )
     copied, old_name = _copy(gm, recomputed_names)
-    with private.functorch_config.patch(**_PINNED):
+    with private.functorch_config.patch(**_PINNED), private.fake_mode_of(gm):
         forward, _ = private.min_cut_rematerialization_partition(
             copied, None, num_fwd_outputs=num_fwd_outputs
         )
     results = pytree.arg_tree_leaves(*forward.graph.output_node().args)[num_fwd_outputs:]
-    kept = (r for r in results if isinstance(r, fx.Node) and r.op != "placeholder")
     # what is not a node of the joint graph is a random state saved for a replay
-    return frozenset(old_name[r.name] for r in kept if r.name in old_name)
+    kept = {old_name[r.name] for r in results if isinstance(r, fx.Node) and r.name in old_name}
+    return _forward_names(gm, kept, num_fwd_outputs)
+
+
+def _forward_names(gm: fx.GraphModule, kept: set[str], num_fwd_outputs: int) -> frozenset[str]:
+    """The kept values in our terms: forward values, and those whose decision they follow."""
+    nodes = list(gm.graph.nodes)
+    results = pytree.arg_tree_leaves(*nodes[-1].args)[:num_fwd_outputs]
+    sides = sides_of(nodes, {}, [r for r in results if isinstance(r, fx.Node)])
+    followed = follows_of(nodes)
+    found: set[str] = set()
+    work = [n for n in nodes if n.name in kept]
+    while work:
+        node = work.pop()
+        if sides[node] == "backward":
+            work.extend(node.all_input_nodes)
+        elif sides[node] == "forward" and node.name not in found:
+            found.add(node.name)
+            if followed[node] is not None:
+                work.append(followed[node])
+    return frozenset(found)
 
 
 def _copy(

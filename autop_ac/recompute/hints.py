@@ -1,13 +1,14 @@
 """From what the user wrote in the model and in `ACConfig` to wishes about values.
 
-Hints are resolved on the captured graph, before any rewrite of ours, where operators are still those
-that the user named; each wish then follows its value, by `Value.origin`, to the local graph.
+Hints are resolved on the captured graph, before any rewrite of ours, where operators are still
+those that the user named; each wish then follows its value, by `Value.origin`, to the local graph.
 
-A *scope* is one entry of an `ac_region`, or one region of `torch.utils.checkpoint`. Of the scopes that
-hold a node the innermost speaks first. What enters a scope that recomputes is kept, as a checkpoint
-keeps its inputs: this is weaker than an operator that the user named, and than a scope around both, but
-stronger than "recompute the rest" of the scope before it. Without that, a model whose every layer is a
-region would be recomputed from its first layer on, all at once.
+A *scope* is one entry of an `ac_region`, or one region of `torch.utils.checkpoint`. Of the scopes
+that hold a node the innermost speaks first. What enters a scope that recomputes is kept, as a
+checkpoint
+keeps its inputs: this is weaker than an operator that the user named, and than a scope around
+both, but stronger than "recompute the rest" of the scope before it. Without that, a model whose
+every layer is a region would be recomputed from its first layer on, all at once.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def resolve_hints(gm: torch.fx.GraphModule, placeholders: Mapping[str, Port]) ->
     regions = _regions(nodes)
     checkpoints = _checkpoint_scopes(nodes)
     # inner scopes are the smaller ones; of two with the same nodes the later entered is inside
-    ordered = [_region_scope(spec, held) for _, (spec, held) in sorted(regions.items(), reverse=True)]
+    ordered = [
+        _region_scope(spec, held) for _, (spec, held) in sorted(regions.items(), reverse=True)
+    ]
     ordered = sorted([*ordered, *checkpoints], key=lambda scope: len(scope.nodes))
     scopes_of: dict[str, list[_Scope]] = defaultdict(list)
     for scope in ordered:
@@ -91,8 +94,8 @@ def resolve_hints(gm: torch.fx.GraphModule, placeholders: Mapping[str, Port]) ->
 def _spoken(name: str, scopes: Iterable[_Scope]) -> list[tuple[Wish, bool]]:
     """What is asked of a node, innermost first.
 
-    A region and a checkpoint of the very same nodes do not show which one is inside: there an operator
-    that the policy of the checkpoint named goes first.
+    A region and a checkpoint of the very same nodes do not show which one is inside: there an
+    operator that the policy of the checkpoint named goes first.
     """
 
     def order(scope: _Scope) -> tuple[int, int]:
@@ -134,7 +137,7 @@ def _base(node: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-# ---- scopes ---------------------------------------------------------------------------------------
+# ---- scopes -------------------------------------------------------------------------------
 
 
 def _regions(
@@ -159,7 +162,9 @@ def _region_scope(spec: RegionSpec, nodes: list[torch.fx.Node]) -> _Scope:
     for node in nodes:
         if not _is_view(node) and (said := _region_wish(spec, str(node.target))) is not None:
             own[node.name] = said
-    recomputes = spec.otherwise == "recompute" or (bool(spec.recompute) and spec.otherwise == "save")
+    recomputes = spec.otherwise == "recompute" or (
+        bool(spec.recompute) and spec.otherwise == "save"
+    )
     entering = None
     if recomputes:
         entering = Wish("save", Origin.HINT, f"enters {spec.label}", spec.source, spec.prefer)
@@ -243,13 +248,14 @@ def _keep_what_enters(
             asked.insert(at, (scope.entering, False))
 
 
-# ---- messages -------------------------------------------------------------------------------------
+# ---- messages -----------------------------------------------------------------------------
 
 
 def _region_messages(
     regions: Mapping[int, tuple[RegionSpec, list[torch.fx.Node]]],
 ) -> tuple[str, ...]:
-    """Hints that match nothing, or some of a kind and not its siblings; once per line of the user."""
+    """Hints that match nothing, or some of a kind and not its siblings; once per line of the
+    user."""
     innermost: dict[str, int] = {}
     for uid, (_, held) in regions.items():
         for node in held:
@@ -294,8 +300,8 @@ def _unmatched(
             continue
         if count := sum(n for op, n in views.items() if selector.matches(op)):
             messages.append(
-                f"{where}: {action}={selector} is ignored: its {count} results are views, which hold "
-                "no memory and follow what they view"
+                f"{where}: {action}={selector} is ignored: its {count} results are views, which "
+                "hold no memory and follow what they view"
             )
             continue
         near = nearest_selector(selector, ops)
@@ -331,21 +337,21 @@ def _siblings(
                 are = "is" if missed.total() == 1 else "are"
                 covers = "both" if len(missed) == 1 else "all"
                 messages.append(
-                    f"{where}: {hit} {short_name(selector.text)} {_DONE[action]}, {rest} of {place} "
-                    f"{are} not; {group.name} covers {covers}"
+                    f"{where}: {hit} {short_name(selector.text)} {_DONE[action]}, {rest} of "
+                    f"{place} {are} not; {group.name} covers {covers}"
                 )
     return messages
 
 
-# ---- to local values ------------------------------------------------------------------------------
+# ---- to local values ----------------------------------------------------------------------
 
 
 def wishes_for_values(facts: Facts, resolved: ResolvedHints) -> Mapping[int, tuple[Wish, ...]]:
     """Carry wishes about captured nodes to the local values that compute them, by `Value.origin`.
 
-    Where several local values compute one captured node, recompute holds for all of them and save for the
-    last. Where that one is read by inserted redistributions only, the save moves on to their end: the
-    user's value, on this device, is what comes out of them.
+    Where several local values compute one captured node, recompute holds for all of them and save
+    for the last. Where that one is read by inserted redistributions only, the save moves on to
+    their end: the user's value, on this device, is what comes out of them.
     """
     return _carry(facts, resolved.wishes)
 
@@ -403,9 +409,7 @@ def root_of(facts: Facts, index: int) -> int:
     return index
 
 
-def _carry(
-    facts: Facts, wishes: Mapping[str, tuple[Wish, ...]]
-) -> Mapping[int, tuple[Wish, ...]]:
+def _carry(facts: Facts, wishes: Mapping[str, tuple[Wish, ...]]) -> Mapping[int, tuple[Wish, ...]]:
     local: dict[str, list[int]] = defaultdict(list)
     readers: dict[int, list[int]] = defaultdict(list)
     for value in facts.values:
@@ -424,7 +428,8 @@ def _carry(
 
 
 def _end_of_redistribution(facts: Facts, readers: Mapping[int, list[int]], start: int) -> int:
-    """Where a saved value lives on this device: itself, or the end of the moves that alone read it."""
+    """Where a saved value lives on this device: itself, or the end of the moves that alone read
+    it."""
 
     def inserted(value: Value) -> bool:
         return value.side == "forward" and not value.origin and bool(value.serves)

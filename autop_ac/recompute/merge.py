@@ -1,8 +1,9 @@
-"""The total order of precedence, in one place: from what each origin wishes to one decision a value.
+"""The total order of precedence, in one place: from what each origin wishes to one decision a
+value.
 
-Correctness, the all-gather contract, hints, rules, the automatic part, the default; a value that follows
-another (getitem, view, wait) takes the decision of what it follows. Whatever asked for the other action
-and was set aside stays with the decision.
+Correctness, the all-gather contract, hints, rules, the automatic part, the default; a value that
+follows another (getitem, view, wait) takes the decision of what it follows. Whatever asked for the
+other action and was set aside stays with the decision.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def decide(
         auto: what stages ask.
         default_saved: what PyTorch's min-cut keeps without tags.
         reshard_after_forward: gathers of parameters are recomputed; False saves them.
-        enable: False sets aside hints of ours, rules and the automatic part; correctness, the contract
-            and tags of `torch.utils.checkpoint` stay.
+        enable: False sets aside hints of ours, rules and the automatic part; correctness, the
+            contract and tags of `torch.utils.checkpoint` stay.
     """
     groups: dict[int, list[Value]] = defaultdict(list)
     for value in facts.forward:
@@ -101,6 +102,4 @@ def _default(members: list[Value], default_saved: frozenset[int]) -> Wish:
 
 
 def _against(decided: Wish, wishes: list[Wish] | tuple[Wish, ...]) -> tuple[Wish, ...]:
-    return tuple(
-        w for w in wishes if w.action != decided.action and w.origin is not Origin.DEFAULT
-    )
+    return tuple(w for w in wishes if w.action != decided.action and w.origin is not Origin.DEFAULT)

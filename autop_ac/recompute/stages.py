@@ -1,33 +1,38 @@
 """The automatic part: stages of the forward pass, recomputed one after the other in backward.
 
-Let v_1 .. v_n be the forward values that decide for themselves, in graph order, b_i their bytes, and u_i
-the last forward reader of v_i or of a view of it. Values that nobody decided yet are *free*. A cut after
-position p keeps every free v_i with i <= p < u_i, A(p) bytes in all. A stage is the free values between
-two cuts; what no cut keeps of it is recomputed, together, when backward reaches it.
+Let v_1 .. v_n be the forward values that decide for themselves, in graph order, b_i their bytes,
+and u_i the last forward reader of v_i or of a view of it. Values that nobody decided yet are
+*free*. A cut after position p keeps every free v_i with i <= p < u_i, A(p) bytes in all. A stage
+is the free values between two cuts; what no cut keeps of it is recomputed, together, when backward
+reaches it.
 
-`stage_wishes` walks forward. The free values since the last cut may sum to at most `stage_bytes`, and
-among the cuts that keep to this the one with the least A(p) is taken, the latest of equals: layers that
-are equal have equal cuts. A cut in the first half of what fits is taken only where it keeps at most half
-of the bytes of the best one in the second half: otherwise a graph whose A(p) only grows (DenseNet) would
-be cut after every node. Linear where cuts fall in the second half; a run of early cuts may look at
-values of a window again. All in integers, and free of units: sizes scaled by an integer scale the
-answer. The greedy walk is not optimal; after Chen et al., "Training Deep Nets with Sublinear Memory
-Cost", 2016, section 4.
+`stage_wishes` walks forward. The free values since the last cut may sum to at most `stage_bytes`,
+and among the cuts that keep to this the one with the least A(p) is taken; of equals one between
+two layers, and then the latest. A layer that is larger than a stage is cut off from its
+neighbours, so that the walk through each of several equal layers starts alike and they get equal
+decisions. A layer is a run of values whose module path agrees up to its first number. A cut in the
+first half of what fits is taken only where it keeps at most half of the bytes of the best one in
+the second half: otherwise a graph whose A(p) only grows (DenseNet) would be cut after every node.
+
+Linear where cuts fall in the second half; a run of early cuts may look at values of a window again.
+All in integers, and free of units: sizes scaled by an integer scale the answer. The greedy walk is
+not optimal; after Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4.
 """
 
 from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, combinations, pairwise
 
 from ..graph.facts import Facts, Value
 from .hints import root_of
 from .plan import Action, Origin, Wish
 
 _HALVINGS = 10  # the smallest stage tried holds a thousandth of the whole
+_SMALL = 12  # free values up to which every size is tried
 _MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16)  # layers in one stage
 _ROUTING = ("aten.topk.",)
 
@@ -40,12 +45,14 @@ class _Forward:
         free: value indices.  bytes: their bytes.
         last: by position among `free`, the last position whose value was computed when the value
             is read for the last time in forward, so that a cut before it keeps the value.
+        layers: by position among `free`, the layer, ``"layers.3"``, or ``""``.
         kept: values that the automatic part keeps wherever the cuts fall, with the reason.
     """
 
     free: tuple[int, ...]
     bytes: tuple[int, ...]
     last: tuple[int, ...]
+    layers: tuple[str, ...]
     kept: Mapping[int, str]
 
 
@@ -87,25 +94,46 @@ def stage_wishes(
 
 
 def _free_values(facts: Facts, fixed: Mapping[int, Action]) -> _Forward:
-    outputs = {root_of(facts, i) for i in facts.forward_outputs if facts.values[i].side == "forward"}
-    last_reader: dict[int, int] = {}
-    for value in facts.forward:
-        for i in value.inputs:
-            if facts.values[i].side == "forward":
-                last_reader[root_of(facts, i)] = value.index
+    outputs = {
+        root_of(facts, i) for i in facts.forward_outputs if facts.values[i].side == "forward"
+    }
     kept: dict[int, str] = {}
     free = []
     for value in facts.forward:
         if root_of(facts, value.index) != value.index or value.index in fixed:
             continue
+        if value.op == "get_attr":
+            continue  # a constant, at hand in both graphs
         reason = _reason_to_keep(value, value.index in outputs)
         if reason:
             kept[value.index] = reason
         else:
             free.append(value.index)
     # a reader at graph index r was preceded by the free values before r
-    last = tuple(bisect.bisect_left(free, last_reader.get(i, i)) for i in free)
-    return _Forward(tuple(free), tuple(facts.values[i].bytes for i in free), last, kept)
+    reader = _last_readers(facts, fixed)
+    last = tuple(bisect.bisect_left(free, reader.get(i, i)) for i in free)
+    sizes = tuple(facts.values[i].bytes for i in free)
+    layers = tuple(_layer(facts.values[i].module) for i in free)
+    return _Forward(tuple(free), sizes, last, layers, kept)
+
+
+def _last_readers(facts: Facts, fixed: Mapping[int, Action]) -> dict[int, int]:
+    """By value, where it is read for the last time in forward, or by what must be recomputed there.
+
+    What a hint or the contract has recomputed is computed again wherever it is read, and then its
+    own inputs are read too.
+    """
+    last: dict[int, int] = {}
+    for value in reversed(facts.forward):
+        root = root_of(facts, value.index)
+        at = value.index
+        if fixed.get(root) == "recompute":
+            at = max(at, last.get(root, at))
+        for i in value.inputs:
+            if facts.values[i].side == "forward":
+                read = root_of(facts, i)
+                last[read] = max(at, last.get(read, at))
+    return last
 
 
 def _reason_to_keep(value: Value, is_output: bool) -> str:
@@ -130,76 +158,99 @@ def _cuts(forward: _Forward, stage_bytes: int) -> list[int]:
         change[max(last, position)] -= size
     alive = list(accumulate(change))
     total = [0, *accumulate(forward.bytes)]
+    edges = {p for p in range(n - 1) if forward.layers[p] != forward.layers[p + 1]}
+    forced = _around_large_layers(sorted(edges), total, stage_bytes)
     cuts: list[int] = []
     start = 0
-    while total[n] - total[start] > stage_bytes:
+    while total[n] - total[start] > stage_bytes or (forced and start <= forced[-1]):
         # the furthest position whose stage fits, or one value alone
         end = max(bisect.bisect_right(total, total[start] + stage_bytes) - 2, start)
-        half = start
-        while half < end and 2 * (total[half + 1] - total[start]) <= stage_bytes:
-            half += 1
-        cut = _least(alive, half, end)
-        early = _least(alive, start, half - 1) if half > start else cut
-        if 2 * alive[early] <= alive[cut] and total[early + 1] > total[start]:
-            cut = early
+        at = bisect.bisect_left(forced, start)
+        if at < len(forced) and forced[at] <= end:
+            cut = forced[at]
+        else:
+            half = bisect.bisect_right(total, total[start] + stage_bytes // 2, start, end + 2) - 1
+            half = min(half, end)
+            cut = _least(alive, edges, half, end)
+            early = _least(alive, edges, start, half - 1) if half > start else cut
+            halves = alive[early] < alive[cut] and 2 * alive[early] <= alive[cut]
+            if halves and total[early + 1] > total[start]:
+                cut = early
         cuts.append(cut)
         start = cut + 1
     return cuts
 
 
-def _least(alive: list[int], first: int, last: int) -> int:
-    """The latest position of the least value in ``alive[first : last + 1]``."""
-    best = last
-    for position in range(last - 1, first - 1, -1):
-        if alive[position] < alive[best]:
-            best = position
-    return best
+def _around_large_layers(edges: list[int], total: list[int], stage_bytes: int) -> list[int]:
+    """The edges, ascending, on both sides of each run of values that is larger than a stage."""
+    bounds = [-1, *edges, len(total) - 2]
+    around: set[int] = set()
+    for before, after in pairwise(bounds):
+        if total[after + 1] - total[before + 1] > stage_bytes:
+            around.update((before, after))
+    return sorted(around - {-1, len(total) - 2})
 
 
-def auto_stage_bytes(facts: Facts, evaluate: Callable[[int | None], int]) -> int | None:
+def _least(alive: list[int], edges: set[int], first: int, last: int) -> int:
+    """Where ``alive[first : last + 1]`` is least; of equals an edge of a layer, then the latest."""
+    return min(range(last, first - 1, -1), key=lambda p: (alive[p], p not in edges))
+
+
+def auto_stage_bytes(
+    facts: Facts,
+    evaluate: Callable[[int | None], int],
+    fixed: Mapping[int, Action] | None = None,
+) -> int | None:
     """The stage size with the lowest predicted peak; of equal ones the larger, which saves less.
 
     Args:
         facts: the local graph.
         evaluate: the predicted peak in bytes under a stage size, or without stages (None).
+        fixed: actions that higher origins decided, as for `stage_wishes`: their values are no part
+            of a stage, so that sizes are tried for what is left.
 
     Returns:
         A number of bytes, or None where no stages at all give a peak below that of any size.
     """
     best, least = None, None
-    for size in candidates(facts):  # from large to small
+    for size in candidates(facts, fixed or {}):  # from large to small
         peak = evaluate(size)
         if least is None or peak < least:
             best, least = size, peak
     return best if least is not None and least <= evaluate(None) else None
 
 
-def candidates(facts: Facts) -> tuple[int, ...]:
+def candidates(facts: Facts, fixed: Mapping[int, Action] | None = None) -> tuple[int, ...]:
     """Stage sizes to try, descending: sums of values that occur in the graph, so free of units.
 
     The whole; prefixes of about its half, quarter, and so on; and multiples of the largest layer.
+    In a small graph every size at which some cut changes.
     """
-    roots = [v for v in facts.forward if root_of(facts, v.index) == v.index and v.bytes > 0]
-    if not roots:
+    forward = _free_values(facts, fixed or {})
+    prefixes = list(accumulate(forward.bytes))
+    if not prefixes or prefixes[-1] == 0:
         return ()
-    prefixes = list(accumulate(v.bytes for v in roots))
     whole = prefixes[-1]
-    sizes = {whole}
-    for k in range(1, _HALVINGS + 1):
-        at = bisect.bisect_right(prefixes, whole >> k)
-        if at:
-            sizes.add(prefixes[at - 1])
-    layers = _layer_bytes(roots)
-    if layers:
-        largest = max(layers)
-        sizes.update(k * largest for k in _MULTIPLES if k <= len(layers))
+    if len(forward.free) <= _SMALL:
+        sums = {b - a for a, b in combinations([0, *prefixes], 2)}
+        sizes = sums | {2 * s for s in sums}
+    else:
+        sizes = {whole}
+        for k in range(1, _HALVINGS + 1):
+            at = bisect.bisect_right(prefixes, whole >> k)
+            if at:
+                sizes.add(prefixes[at - 1])
+        layers: dict[str, int] = {}
+        for layer, size in zip(forward.layers, forward.bytes, strict=True):
+            if layer:
+                layers[layer] = layers.get(layer, 0) + size
+        if layers:
+            largest = max(layers.values())
+            sizes.update(k * largest for k in _MULTIPLES if k <= len(layers))
     return tuple(sorted((s for s in sizes if 0 < s <= whole), reverse=True))
 
 
-def _layer_bytes(roots: Iterable[Value]) -> list[int]:
-    """Bytes of each numbered layer: the module path to its first number, ``layers.3``."""
-    layers: dict[str, int] = {}
-    for value in roots:
-        if match := re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", value.module):
-            layers[match[0]] = layers.get(match[0], 0) + value.bytes
-    return list(layers.values())
+def _layer(module: str) -> str:
+    """The module path to its first number, ``layers.3`` of ``layers.3.mlp``; ``""`` without one."""
+    match = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", module)
+    return match[0] if match else ""

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..graph.facts import Value
+from ..graph.liveness import backward_order
 from ..recompute.pipeline import Recompute
 from ..sharding.plan import ShardingPlan
 
@@ -153,7 +154,8 @@ def build_report(recompute: Recompute, plan: ShardingPlan) -> ACReport:
     by_module: dict[str, list[Value]] = {}
     for value in facts.forward:
         by_module.setdefault(value.module, []).append(value)
-    rows = [_row(name, values, recompute, saved) for name, values in by_module.items()]
+    recomputed = frozenset(backward_order(facts, recompute.plan.saved))
+    rows = [_row(name, values, recompute, saved, recomputed) for name, values in by_module.items()]
     asides = tuple(
         SetAside(
             v.name, v.module, wish.action, wish.reason, wish.source,
@@ -164,7 +166,7 @@ def build_report(recompute: Recompute, plan: ShardingPlan) -> ACReport:
         for wish in decisions[v.index].overridden
         if wish.origin in (3, 4) and wish.action != decisions[v.index].action
     )  # fmt: skip
-    again = [v for v in facts.forward if decisions[v.index].action == "recompute"]
+    again = [v for v in map(facts.values.__getitem__, recomputed) if v.side == "forward"]
     return ACReport(
         rows=_folded(rows),
         set_aside=asides,
@@ -181,11 +183,15 @@ def build_report(recompute: Recompute, plan: ShardingPlan) -> ACReport:
 
 
 def _row(
-    name: str, values: Sequence[Value], recompute: Recompute, saved: frozenset[int]
+    name: str,
+    values: Sequence[Value],
+    recompute: Recompute,
+    saved: frozenset[int],
+    recomputed: frozenset[int],
 ) -> ModuleRow:
     facts, decisions = recompute.facts, recompute.plan.decisions
     storages = {s for v in values if v.index in saved for s in v.storages}
-    again = [v for v in values if decisions[v.index].action == "recompute"]
+    again = [v for v in values if v.index in recomputed]
     counts = Counter(
         (d.action, d.origin.name.lower(), d.reason)
         for d in (decisions[v.index] for v in values if v.follows is None)

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ..capture.joint import JointGraph
 from ..capture.names import user_name
 from ..errors import UsageError
+from ..graph.collect import draws_random
 from ..sharding.apply import local_shape
 from ..sharding.plan import ShardingPlan
 
@@ -134,8 +135,7 @@ def random_offset(joint: JointGraph, plan: ShardingPlan, mesh: DeviceMesh) -> in
     """
     axes: dict[frozenset[int], str] = {}
     for node in joint.module.graph.nodes:
-        tags = getattr(node.target, "tags", ())
-        if node.op == "call_function" and torch.Tag.nondeterministic_seeded in tags:
+        if node.op == "call_function" and draws_random(node):
             placed = next(p for p in plan.choices[node.name].outputs if p is not None)
             axes[frozenset(i for i, p in enumerate(placed) if p.is_shard())] = node.name
     if not axes:

@@ -41,6 +41,7 @@ from .plan import Choice, Placements, ShardingPlan
 
 _log = logging.getLogger("autop_ac")
 _TIE_BREAK = 1e-3  # of the time to write the local outputs once
+_SPREAD = 4.0  # latencies that an operator on activations costs where it is not spread
 _aten = torch.ops.aten
 _CASTS = (_aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _PLAIN_VIEWS = (_aten.t.default, _aten.transpose.int, _aten.view.default, _aten.permute.default)
@@ -170,11 +171,13 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: _Settin
     _drop_unreachable(draft)
     edges = _edges(joint, draft, results, settings)
     memory, low, high = _parameter_memory(joint, draft, constraints, smallest)
+    spread_s = _SPREAD * max(settings.topology.latency_s)
+    activations = _activations(joint)
     problem = Problem(
         names=tuple(draft.names),
         options=tuple(draft.options),
         option_s=tuple(
-            tuple(_option_s(o, node, joint, settings.device) for o in options)
+            _seconds(options, node, joint, settings.device, spread_s if node in activations else 0.0)
             for options, node in zip(draft.options, draft.nodes, strict=True)
         ),
         edges=edges,
@@ -187,20 +190,47 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: _Settin
     return Built(problem, dict(draft.group_of), slots, tuple(finder.notes))
 
 
-def _option_s(
-    option: Option, node: torch.fx.Node | None, joint: JointGraph, device: DeviceSpec
-) -> float:
-    """Seconds and tie-breaks: less memory, and parameters sharded on dim 0.
+def _seconds(
+    options: Sequence[Option],
+    node: torch.fx.Node | None,
+    joint: JointGraph,
+    device: DeviceSpec,
+    spread_s: float,
+) -> tuple[float, ...]:
+    """Seconds of each option with what decides where times are close.
 
-    Elements of a shard of another dim do not lie together, which costs a copy when it is gathered.
+    Less memory; parameters sharded on dim 0 (elements of a shard of another dim do not lie together,
+    which costs a copy when it is gathered); and work on activations that is spread over the devices:
+    `spread_s` times the share of the work that one device does. Without it a toy model would be
+    computed whole on every device, as its time is that of the collectives alone.
     """
-    write_s = option.output_bytes / device.memory_bandwidth
-    seconds = option.compute_s + _TIE_BREAK * write_s
-    if node is not None and node.op == "placeholder":
-        if joint.placeholders[node.name].kind == "parameter" and option.outputs[0]:
-            others = sum(isinstance(p, Shard) and p.dim > 0 for p in option.outputs[0])
-            seconds += others * write_s
-    return seconds
+    whole_s = max((o.compute_s for o in options), default=0.0)
+    parameter = (
+        node is not None and node.op == "placeholder"
+        and joint.placeholders[node.name].kind == "parameter"
+    )  # fmt: skip
+    found = []
+    for option in options:
+        write_s = option.output_bytes / device.memory_bandwidth
+        seconds = option.compute_s + _TIE_BREAK * write_s
+        if parameter and option.outputs[0]:
+            seconds += write_s * sum(isinstance(p, Shard) and p.dim > 0 for p in option.outputs[0])
+        if whole_s > 0:
+            seconds += spread_s * option.compute_s / whole_s
+        found.append(seconds)
+    return tuple(found)
+
+
+def _activations(joint: JointGraph) -> set[torch.fx.Node]:
+    """Operators that read, directly or not, an input or a tangent."""
+    found: set[torch.fx.Node] = set()
+    for node in joint.module.graph.nodes:
+        if node.op == "placeholder":
+            if joint.placeholders[node.name].kind in ("input", "tangent"):
+                found.add(node)
+        elif any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _replicated(mesh_shape: Sequence[int]) -> Placements:

@@ -13,6 +13,7 @@ from torch._functorch.partitioners import (
     functionalize_rng_ops,
     min_cut_rematerialization_partition,
 )
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
@@ -27,6 +28,7 @@ def fake_mode_of(gm: GraphModule) -> Any:
 
 
 __all__ = [
+    "OpOverload",
     "_extract_fwd_bwd_modules",
     "fake_mode_of",
     "functionalize_rng_ops",

@@ -4,6 +4,7 @@ Each name was seen in torch 2.13.0. DTensor's sharding rules have no public read
 replacement would be a function from an operator and its argument shapes to allowed placements.
 """
 
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
@@ -14,6 +15,7 @@ sharding_propagator = DTensor._op_dispatcher.sharding_propagator
 
 __all__ = [
     "DTensorSpec",
+    "OpOverload",
     "OpSchema",
     "OpSpec",
     "OpStrategy",

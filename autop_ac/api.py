@@ -259,7 +259,7 @@ class AutoParallel:
         self._report = build_report(recompute, plan)
         for note in recompute.plan.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
-        runner = make_runner(joint, plan, self._mesh, compiled, outputs)
+        runner = make_runner(joint, local, plan, self._mesh, compiled, outputs)
         return make_parallel(self._model, plan, self._mesh, runner)
 
     def _plan_recompute(self, local: LocalGraph) -> Recompute:

@@ -53,11 +53,12 @@ def facts(draw, max_forward: int = 14, max_backward: int = 14) -> Facts:
     """A valid joint graph with views, tuples, collectives and waits, random and effectful values."""
     sizes = st.integers(1, 64)
     build = _Builder()
-    for role in ["parameter", *draw(st.lists(st.sampled_from(("parameter", "buffer", "input")), max_size=4))]:
+    for role in [
+        "parameter",
+        *draw(st.lists(st.sampled_from(("parameter", "buffer", "input")), max_size=4)),
+    ]:
         build.add("placeholder", "input", nbytes=draw(sizes), role=role)
-    mutated = {
-        v.index for v in build.values if v.role == "buffer" and draw(st.integers(0, 3)) == 0
-    }
+    mutated = {v.index for v in build.values if v.role == "buffer" and draw(st.integers(0, 3)) == 0}
     primals = len(build.values)
     tangent = build.add("placeholder", "input", nbytes=draw(sizes), role="tangent")
     tensors = list(range(primals))
@@ -87,14 +88,18 @@ def facts(draw, max_forward: int = 14, max_backward: int = 14) -> Facts:
         if kind == "tuple":
             held = [build.storage(draw(sizes)) for _ in range(draw(st.integers(1, 3)))]
             nbytes = sum(build.storage_bytes[s] for s in held)
-            made = build.add("aten.native.default", side, inputs, storages=held, reads_mutated=reads)
+            made = build.add(
+                "aten.native.default", side, inputs, storages=held, reads_mutated=reads
+            )
             build.values[made] = _with(build.values[made], bytes=nbytes)
             for s in held:
                 got = build.add("getitem", side, (made,), storages=(s,), follows=made)
                 pool.append(got)
             return made + 1
         if kind == "collective":
-            name = draw(st.sampled_from(("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor")))
+            name = draw(
+                st.sampled_from(("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"))
+            )
             made = build.add(
                 f"_c10d_functional.{name}.default", side, inputs[:1], draw(sizes),
                 collective=name, reads_mutated=reads,

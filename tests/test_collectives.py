@@ -17,9 +17,7 @@ class Graph:
     def add(self, name, op="aten.op.default", inputs=(), side="forward", **more):
         index = len(self.values)
         self.at[name] = index
-        self.values.append(
-            Value(index, name, op, side, tuple(self.at[i] for i in inputs), **more)
-        )
+        self.values.append(Value(index, name, op, side, tuple(self.at[i] for i in inputs), **more))
         return name
 
     def parameter(self, name):

@@ -16,9 +16,7 @@ from tests.strategies import RandomModule, facts_with_actions
 
 def collected(layers):
     joint = capture(RandomModule(layers), lambda: torch.randn(4, 4, requires_grad=True))
-    return collect_facts(
-        joint.module, joint.placeholders, joint.results, joint.num_forward_outputs
-    )
+    return collect_facts(joint.module, joint.placeholders, joint.results, joint.num_forward_outputs)
 
 
 @given(facts_with_actions())
@@ -137,7 +135,12 @@ def test_a_backward_tag_holds_unless_forward_needs_the_node_and_spreads_to_reade
 
 def test_notes_of_the_shard_pass_are_read():
     gm, ports, results = traced(lambda x: [x.sin()], torch.randn(2))
-    note = {"origin": "sin_7", "captured_op": "aten.sin.default", "module": "a.b", "source": "f.py:3"}
+    note = {
+        "origin": "sin_7",
+        "captured_op": "aten.sin.default",
+        "module": "a.b",
+        "source": "f.py:3",
+    }
     next(iter(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default))).meta[
         "custom"
     ] = {"autop_ac": note}
@@ -162,8 +165,6 @@ def gathered(action):
     return closure(facts, dict.fromkeys((2, 3, 4), action))
 
 
-@pytest.mark.parametrize(
-    ("action", "expected"), [("save", ((3,), ())), ("recompute", ((), (0,)))]
-)
+@pytest.mark.parametrize(("action", "expected"), [("save", ((3,), ())), ("recompute", ((), (0,)))])
 def test_of_a_collective_the_waited_result_is_kept(action, expected):
     assert gathered(action) == expected

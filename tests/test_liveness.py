@@ -31,9 +31,7 @@ def test_p11_liveness_equals_a_naive_recount(drawn):
     got = profile(facts, saved)
     tangents = [v.index for v in facts.values if v.role == "tangent"]
     ahead = recount(facts, (), forward_order(facts, saved), (*facts.forward_outputs, *saved))
-    back = recount(
-        facts, (*saved, *tangents), backward_order(facts, saved), facts.backward_outputs
-    )
+    back = recount(facts, (*saved, *tangents), backward_order(facts, saved), facts.backward_outputs)
     assert got.forward == ahead
     assert got.backward == back
     assert got.peak_bytes == max(*ahead, *back)

@@ -30,15 +30,14 @@ def make_joint(module, shape=(4, 4)):
 
 
 def facts_of(joint):
-    return collect_facts(
-        joint.module, joint.placeholders, joint.results, joint.num_forward_outputs
-    )
+    return collect_facts(joint.module, joint.placeholders, joint.results, joint.num_forward_outputs)
 
 
 def make_plan(facts, choose):
     """A plan where ``choose(value)`` gives each action."""
     decisions = {
-        v.index: Decision(v.index, choose(v), Origin.RULE, "the test says so") for v in facts.forward
+        v.index: Decision(v.index, choose(v), Origin.RULE, "the test says so")
+        for v in facts.forward
     }
     saved = closure(facts, {i: d.action for i, d in decisions.items()})
     return RecomputePlan(decisions, *saved)

@@ -78,7 +78,6 @@ def test_matmul_group(op):
 
 
 def test_attention_group_takes_every_forward_variant_and_no_backward():
-    names = [n for n in dir(aten) if n.startswith("_scaled_dot_product")]
     from autop_ac._torch_annotate import operator_names
 
     names = {n for n in operator_names() if n.startswith("aten._scaled_dot_product_")}

@@ -1,4 +1,4 @@
-"""The search: options are right on numbers, plans are cheapest, limits hold and conflicts are named."""
+"""The search: options right on numbers, cheapest plans, limits kept, conflicts named."""
 
 import itertools
 import math
@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from gpt import GPT, GPTConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
@@ -23,6 +22,7 @@ from autop_ac.sharding.costs import RedistributionCosts, local_bytes
 from autop_ac.sharding.formulation import evaluate, solve
 from autop_ac.sharding.options import OptionFinder, leaves_of, outputs_of
 from autop_ac.sharding.search import build_problem, search
+from tests.gpt import GPT, GPTConfig
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial("sum")
 H100 = find_device("H100")
@@ -34,9 +34,7 @@ def fake_mesh():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def make(*shape):
-        dist.init_process_group(
-            "fake", rank=0, world_size=math.prod(shape), store=FakeStore()
-        )
+        dist.init_process_group("fake", rank=0, world_size=math.prod(shape), store=FakeStore())
         return init_device_mesh("cpu", shape)
 
     yield make
@@ -165,7 +163,11 @@ class Odds(torch.nn.Module):
         y = torch.nn.functional.silu(self.out(y))
         y = torch.nn.functional.pad(y, (0, 2)).roll(1, 1)
         y = torch.cat([y[:, ::2], y.flip(1)[:, :4]], 1)
-        y = y / (y.norm(dim=-1, keepdim=True) + 1) + y.mean(1, keepdim=True) + y.var(-1, keepdim=True)
+        y = (
+            y / (y.norm(dim=-1, keepdim=True) + 1)
+            + y.mean(1, keepdim=True)
+            + y.var(-1, keepdim=True)
+        )
         y = y * y.softmax(-1).cumsum(1) + y.expand(2, *y.shape)[0].amax(-1, keepdim=True)
         scores = torch.einsum("bsd,btd->bst", y, y).masked_fill(y[:, :, :1] > 0, -1.0)
         return torch.logsumexp(scores.tril(), -1) + y.topk(2, -1)[0].sum(-1)
@@ -379,6 +381,19 @@ def check_ports(joint, found):
         if port.kind == "tangent":
             expected = tuple(R if isinstance(p, Partial) else p for p in by_index[port.index])
             assert found.choices[name].outputs[0] == expected
+
+
+@pytest.mark.parametrize("shape", [(2,), (8,), (2, 2)])
+def test_a_toy_gpt_is_spread_over_the_devices_too(fake_mesh, shape, capfd):
+    mesh, joint = fake_mesh(*shape), gpt_joint(8)
+    devices = math.prod(shape)
+    spec = ((S0,) * len(shape),)
+    found = plan(joint, mesh, Constraints(spec, spec, parameter_high=1 / devices))
+    assert parameter_fraction(joint, found) <= 1.05 / devices
+    for node in joint.module.graph.nodes:
+        if "addmm" in str(node.target):
+            assert found.choices[node.name].outputs == ((S0,) * len(shape),)
+    assert capfd.readouterr().out == ""
 
 
 def test_every_node_has_a_choice_of_its_shape(fake_mesh):

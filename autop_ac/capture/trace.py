@@ -189,10 +189,8 @@ def _fake_copy(
         dtype = tensor.dtype
         if kind == "parameter" and policy and policy.param_dtype and dtype.is_floating_point:
             dtype = policy.param_dtype
-        with fake_mode:
-            fake = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=dtype, device=device_type
-            )
+        with fake_mode:  # contiguous, as the shards of a DTensor are
+            fake = torch.empty(tensor.size(), dtype=dtype, device=device_type)
         if kind == "parameter":
             fake = torch.nn.Parameter(fake, tensor.requires_grad)
         memo[id(tensor)] = fake
@@ -213,9 +211,7 @@ def _restore_dtypes(
         if stored.dtype == tensor.dtype:
             continue
         with fake_mode:
-            fake = torch.empty_strided(
-                stored.size(), stored.stride(), dtype=stored.dtype, device=tensor.device
-            )
+            fake = torch.empty(stored.size(), dtype=stored.dtype, device=tensor.device)
         setattr(graph, target, torch.nn.Parameter(fake, stored.requires_grad))
         for node in [n for n in graph.graph.nodes if n.op == "get_attr" and n.target == target]:
             with graph.graph.inserting_after(node):

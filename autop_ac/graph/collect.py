@@ -14,7 +14,7 @@ What is worth knowing about how values are told apart:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from .._torch_partition import OpOverload
 from ..capture.joint import Port
 from ..capture.names import module_path, source_line
 from .facts import Facts, Role, Side, Value
@@ -120,7 +121,7 @@ def as_int(size: Any) -> int:
     return int(size)
 
 
-def _tensors(val: Any) -> Iterable[torch.Tensor]:
+def _tensors(val: Any) -> Iterator[torch.Tensor]:
     return (t for t in pytree.tree_leaves(val) if isinstance(t, torch.Tensor))
 
 
@@ -147,7 +148,7 @@ def _is_wait(node: fx.Node) -> bool:
 
 def _collective(node: fx.Node) -> str:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or _is_wait(node):
+    if not isinstance(target, OpOverload) or _is_wait(node):
         return ""
     if target.namespace not in _COLLECTIVE_NAMESPACES:
         return ""
@@ -157,7 +158,7 @@ def _collective(node: fx.Node) -> str:
 def _is_effectful(node: fx.Node) -> bool:
     if node.op in ("placeholder", "output", "get_attr"):
         return False
-    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+    if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
         return True
     if _is_wait(node) or _collective(node):
         return False
@@ -214,7 +215,7 @@ def _mutated_inputs(
     }
     for node in nodes:
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        if not isinstance(target, OpOverload) or not target._schema.is_mutable:
             continue
         for argument, given in zip(target._schema.arguments, node.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -236,7 +237,9 @@ class _Ledger:
         tensors = [] if node.op == "output" else list(_tensors(node.meta.get("val")))
         if _is_wait(node) and isinstance(node.args[0], fx.Node):
             waited = self.storages_of[node.args[0]]
-            for tensor in tensors:  # later views of the fake result land in the collective's storage
+            for (
+                tensor
+            ) in tensors:  # later views of the fake result land in the collective's storage
                 self.id_of.setdefault(_key(tensor), waited[0] if waited else self._new(tensor))
             self.storages_of[node] = waited
             return waited, 0, node.args[0]
@@ -245,10 +248,12 @@ class _Ledger:
         self.storages_of[node] = ids
         new = sum(self.storage_bytes[s] for s in ids if s >= known)
         if node.target is operator.getitem:
-            return ids, 0, node.args[0]  # type: ignore[return-value]
+            return ids, 0, node.args[0]
         follows = None
         if ids and node.op == "call_function" and all(s < known for s in ids):
-            owners = (a for a in node.all_input_nodes if not set(ids).isdisjoint(self.storages_of[a]))
+            owners = (
+                a for a in node.all_input_nodes if not set(ids).isdisjoint(self.storages_of[a])
+            )
             follows = next(owners, None)
         return ids, new, follows
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from .._torch_sharding import OpOverload
 from .devices import DeviceSpec
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -59,7 +60,7 @@ def tensor_bytes(value: torch.Tensor) -> int:
 
 
 def _is_view(op: Any) -> bool:
-    return isinstance(op, torch._ops.OpOverload) and op.is_view
+    return isinstance(op, OpOverload) and bool(op.is_view)
 
 
 def _flops(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
@@ -70,10 +71,10 @@ def _flops(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) ->
     # on CPU: two products of [S, D] and [D, S] per head forward, five backward
     if name == "_scaled_dot_product_flash_attention_for_cpu":
         q, k = args[0], args[1]
-        return 4.0 * q.numel() * k.shape[-2]
+        return float(4 * q.numel() * k.shape[-2])
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
         q, k = args[1], args[2]
-        return 10.0 * q.numel() * k.shape[-2]
+        return float(10 * q.numel() * k.shape[-2])
     return 0.0
 
 

@@ -182,7 +182,7 @@ class _Run:
         last.update(dict.fromkeys(results, end))
         self.birth: dict[int, int] = {}
         self.death: dict[int, int] = {}
-        for born, i in ((*((0, i) for i in given), *enumerate(steps))):
+        for born, i in (*((0, i) for i in given), *enumerate(steps)):
             for s in facts.values[i].storages:
                 if s not in always:
                     self.birth.setdefault(s, born)

@@ -2,9 +2,9 @@
 
 Let v_1 .. v_n be the forward values that decide for themselves, in graph order, b_i their bytes,
 and u_i the last forward reader of v_i or of a view of it. Values that nobody decided yet are
-*free*. A cut after position p keeps every free v_i with i <= p < u_i, A(p) bytes in all. A stage
-is the free values between two cuts; what no cut keeps of it is recomputed, together, when backward
-reaches it.
+*free*. A cut after position p keeps every free v_i with i <= p < u_i; A(p) is their bytes and
+those of the user inputs still to be read, so that a first layer is cut as the others. A stage is the free values between two cuts; what no cut keeps of it is recomputed, together, when
+backward reaches it.
 
 `stage_wishes` walks forward. The free values since the last cut may sum to at most `stage_bytes`,
 and among the cuts that keep to this the one with the least A(p) is taken; of equals one between
@@ -45,6 +45,7 @@ class _Forward:
         free: value indices.  bytes: their bytes.
         last: by position among `free`, the last position whose value was computed when the value
             is read for the last time in forward, so that a cut before it keeps the value.
+        inputs: bytes and last position, likewise, of each user input that forward reads.
         layers: by position among `free`, the layer, ``"layers.3"``, or ``""``.
         kept: values that the automatic part keeps wherever the cuts fall, with the reason.
     """
@@ -52,6 +53,7 @@ class _Forward:
     free: tuple[int, ...]
     bytes: tuple[int, ...]
     last: tuple[int, ...]
+    inputs: tuple[tuple[int, int], ...]
     layers: tuple[str, ...]
     kept: Mapping[int, str]
 
@@ -112,9 +114,14 @@ def _free_values(facts: Facts, fixed: Mapping[int, Action]) -> _Forward:
     # a reader at graph index r was preceded by the free values before r
     reader = _last_readers(facts, fixed)
     last = tuple(bisect.bisect_left(free, reader.get(i, i)) for i in free)
+    inputs = tuple(
+        (v.bytes, bisect.bisect_left(free, reader[v.index]))
+        for v in facts.values
+        if v.role == "input" and v.index in reader
+    )
     sizes = tuple(facts.values[i].bytes for i in free)
     layers = tuple(_layer(facts.values[i].module) for i in free)
-    return _Forward(tuple(free), sizes, last, layers, kept)
+    return _Forward(tuple(free), sizes, last, inputs, layers, kept)
 
 
 def _last_readers(facts: Facts, fixed: Mapping[int, Action]) -> dict[int, int]:
@@ -130,9 +137,10 @@ def _last_readers(facts: Facts, fixed: Mapping[int, Action]) -> dict[int, int]:
         if fixed.get(root) == "recompute":
             at = max(at, last.get(root, at))
         for i in value.inputs:
-            if facts.values[i].side == "forward":
-                read = root_of(facts, i)
-                last[read] = max(at, last.get(read, at))
+            read = root_of(facts, i)
+            base = facts.values[read].follows  # of a view of an input, which root_of stops at
+            read = read if base is None else base
+            last[read] = max(at, last.get(read, at))
     return last
 
 
@@ -151,15 +159,16 @@ def _reason_to_keep(value: Value, is_output: bool) -> str:
 def _cuts(forward: _Forward, stage_bytes: int) -> list[int]:
     """Positions among the free values, ascending; a cut comes after its position."""
     n = len(forward.free)
-    change = [0] * (n + 1)  # of the bytes alive across the cut after each position
-    for position, (size, last) in enumerate(zip(forward.bytes, forward.last, strict=True)):
-        change[position] += size
-        # the last reader, not free itself, may come after free value `last - 1` and before `last`
-        change[max(last, position)] -= size
-    alive = list(accumulate(change))
     total = [0, *accumulate(forward.bytes)]
     edges = {p for p in range(n - 1) if forward.layers[p] != forward.layers[p + 1]}
-    forced = _around_large_layers(sorted(edges), total, stage_bytes)
+    bounds = [-1, *sorted(edges), n - 1]
+    large = [
+        (before + 1, after)
+        for before, after in pairwise(bounds)
+        if total[after + 1] - total[before + 1] > stage_bytes
+    ]
+    forced = sorted({p for first, last in large for p in (first - 1, last)} - {-1, n - 1})
+    alive = _alive(forward, large)
     cuts: list[int] = []
     start = 0
     while total[n] - total[start] > stage_bytes or (forced and start <= forced[-1]):
@@ -181,14 +190,26 @@ def _cuts(forward: _Forward, stage_bytes: int) -> list[int]:
     return cuts
 
 
-def _around_large_layers(edges: list[int], total: list[int], stage_bytes: int) -> list[int]:
-    """The edges, ascending, on both sides of each run of values that is larger than a stage."""
-    bounds = [-1, *edges, len(total) - 2]
-    around: set[int] = set()
-    for before, after in pairwise(bounds):
-        if total[after + 1] - total[before + 1] > stage_bytes:
-            around.update((before, after))
-    return sorted(around - {-1, len(total) - 2})
+def _alive(forward: _Forward, large: list[tuple[int, int]]) -> list[int]:
+    """Bytes alive across the cut after each position.
+
+    In a large layer only its own values count: what entered it was kept by the cut before it.
+    """
+    n = len(forward.free)
+    change, inside = [0] * (n + 1), [0] * (n + 1)
+    end_of = {p: last for first, last in large for p in range(first, last + 1)}
+    for position, (size, last) in enumerate(zip(forward.bytes, forward.last, strict=True)):
+        change[position] += size
+        # a last reader that is not free may come after free value `last - 1` and before `last`
+        change[max(last, position)] -= size
+        if position in end_of:
+            inside[position] += size
+            inside[max(min(last, end_of[position] + 1), position)] -= size
+    for size, last in forward.inputs:
+        change[0] += size
+        change[last] -= size
+    both = zip(accumulate(change), accumulate(inside), strict=True)
+    return [own if p in end_of else everything for p, (everything, own) in enumerate(both)]
 
 
 def _least(alive: list[int], edges: set[int], first: int, last: int) -> int:

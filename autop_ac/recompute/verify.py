@@ -55,9 +55,7 @@ def effective_action(facts: Facts, actions: Mapping[int, Action], index: int) ->
     return "save"
 
 
-def closure(
-    facts: Facts, actions: Mapping[int, Action]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def closure(facts: Facts, actions: Mapping[int, Action]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What backward is given when `actions` hold.
 
     Args:
@@ -87,7 +85,9 @@ def closure(
         elif value.side == "forward":
             if not value.is_tensor and value.op != "get_attr":
                 saved.add(i)
-            elif effective_action(facts, actions, i) == "save" and _is_keepable(facts, i, producers):
+            elif effective_action(facts, actions, i) == "save" and _is_keepable(
+                facts, i, producers
+            ):
                 saved.add(i)
             else:
                 work.extend(value.inputs)
@@ -139,4 +139,3 @@ def kept_bytes(facts: Facts, saved: Iterable[int]) -> int:
     held = {s for i in saved for s in facts.values[i].storages}
     held -= {s for v in facts.values if v.side == "input" for s in v.storages}
     return sum(facts.storage_bytes[s] for s in held)
-

@@ -17,7 +17,7 @@ from ..capture.joint import JointGraph
 from ..capture.names import user_name
 from ..errors import UsageError
 from ..graph.collect import draws_random
-from ..sharding.apply import local_shape
+from ..sharding.apply import LocalGraph, local_shape
 from ..sharding.plan import ShardingPlan
 
 Outputs = Literal["local", "dtensor"]
@@ -83,7 +83,7 @@ class Runner:
                 f"this rank's part of the global {expected.global_shape} is {expected.shape}, "
                 f"{expected.dtype}. Pass each rank its own part"
             )
-        return value
+        return expected.laid_out(value)
 
     def _handed_out(self, out: Any) -> Any:
         specs = iter(self.output_specs)
@@ -102,8 +102,17 @@ class Runner:
 @dataclass(frozen=True, slots=True)
 class _Expected:
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     global_shape: tuple[int, ...]
+
+    def laid_out(self, value: torch.Tensor) -> torch.Tensor:
+        """The value in the layout that the graph was traced with."""
+        if value.stride() == self.stride:
+            return value
+        return torch.empty_strided(
+            self.shape, self.stride, dtype=value.dtype, device=value.device
+        ).copy_(value)
 
 
 def _local(tensor: Any) -> Any:
@@ -155,6 +164,7 @@ def random_offset(joint: JointGraph, plan: ShardingPlan, mesh: DeviceMesh) -> in
 
 def make_runner(
     joint: JointGraph,
+    local: LocalGraph,
     plan: ShardingPlan,
     mesh: DeviceMesh,
     compiled: Callable[..., Any],
@@ -162,26 +172,25 @@ def make_runner(
 ) -> Runner:
     """Bind the compiled function to the shapes that it was made for."""
     calling = joint.calling
-    placements = {
-        port.index: plan.choices[name].outputs[0]
-        for name, port in joint.placeholders.items()
-        if port.kind == "input"
-    }
+    placeholders = [n for n in local.module.graph.nodes if n.op == "placeholder"]
+    ports = [local.placeholders[n.name] for n in placeholders]
+    values = {p.index: n.meta["val"] for n, p in zip(placeholders, ports, strict=True)
+              if p.kind == "input"}  # fmt: skip
     expected: list[Any] = []
     index = 0
     for leaf in calling.leaves:
         if not isinstance(leaf, torch.Tensor):
             expected.append(leaf)
             continue
-        placed = placements.get(index) or (Replicate(),) * mesh.ndim
-        shape = local_shape(leaf.shape, mesh, placed)
-        expected.append(_Expected(shape, leaf.dtype, tuple(leaf.shape)))
+        part = values[index]
+        shape, stride = tuple(part.shape), tuple(part.stride())
+        expected.append(_Expected(shape, stride, leaf.dtype, tuple(leaf.shape)))
         index += 1
     output = joint.module.graph.output_node()
     nodes = [r for r in output.args[0] if isinstance(r, torch.fx.Node)]
-    ports = [p for p in joint.results if p is not None]
+    results = [p for p in joint.results if p is not None]
     specs = []
-    for node, port, placed in zip(nodes, ports, plan.choices[output.name].inputs, strict=True):
+    for node, port, placed in zip(nodes, results, plan.choices[output.name].inputs, strict=True):
         if port.kind == "output":
             value = node.meta["val"]
             specs.append((mesh, tuple(placed or ()), value.size(), value.stride()))
@@ -231,7 +240,7 @@ def _placed(
 
 def _distribute(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
     if tensor.device.type != "meta":
-        return distribute_tensor(tensor.to(mesh.device_type), mesh, placements)
+        return distribute_tensor(tensor.to(mesh.device_type).contiguous(), mesh, placements)
     shape = local_shape(tensor.shape, mesh, placements)
     local = torch.empty(shape, dtype=tensor.dtype, device="meta")
     return DTensor.from_local(

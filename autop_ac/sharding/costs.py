@@ -109,5 +109,6 @@ class RedistributionCosts:
             return 0.0
         copied = 2 * full if any(dims) else 0
         return (
-            collective_time_s(kind, full, count, bandwidth, latency) + copied / self.memory_bandwidth
+            collective_time_s(kind, full, count, bandwidth, latency)
+            + copied / self.memory_bandwidth
         )

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import highspy
 import numpy as np
@@ -40,6 +41,7 @@ from .plan import Placements
 
 _MICRO = 1e6  # the solver's tolerances suit microseconds
 _INFINITY = highspy.kHighsInf
+_SOLVER: Any = highspy.Highs.__base__  # the class on top of it prints a banner when it is made
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,7 @@ def _run(program: _Program, time_limit_s: float, gap: float) -> tuple[np.ndarray
     for column in program.integer:
         kinds[column] = highspy.HighsVarType.kInteger
     lp.integrality_ = kinds
-    solver = highspy.Highs()
+    solver = _SOLVER()
     for name, setting in (
         ("output_flag", False),
         ("threads", 1),

@@ -144,11 +144,11 @@ class OptionFinder:
             ]
             per_axis.append(fitting)
         found: list[Option] = []
-        for rows in itertools.product(*per_axis):
+        for chosen in itertools.product(*per_axis):
             outs = tuple(
-                None if v is None else tuple(r[0][i] for r in rows) for i, v in enumerate(outputs)
+                None if v is None else tuple(r[0][i] for r in chosen) for i, v in enumerate(outputs)
             )
-            ins = [tuple(r[1][i] for r in rows) for i in range(len(tensors))]
+            ins = [tuple(r[1][i] for r in chosen) for i in range(len(tensors))]
             option = self._check(node, args, kwargs, inputs, outputs, ins, outs)
             if option is not None:
                 found.append(option)
@@ -190,7 +190,14 @@ class OptionFinder:
         }
         try:
             result = node.target(*local_args, **local_kwargs)
-        except (RuntimeError, IndexError, ValueError, TypeError, AssertionError, NotImplementedError):
+        except (
+            RuntimeError,
+            IndexError,
+            ValueError,
+            TypeError,
+            AssertionError,
+            NotImplementedError,
+        ):
             return None
         results = result if isinstance(result, (tuple, list)) else (result,)
         if len(results) != len(outs):
@@ -297,7 +304,7 @@ def axis_rows(op: Any, args: Any, kwargs: Any, outputs: Any, mesh: DeviceMesh) -
         outputs: as `outputs_of`.
         mesh: of one axis.
     """
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, private.OpOverload):
         return None
     tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
     prop = private.sharding_propagator

@@ -177,7 +177,9 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: _Settin
         names=tuple(draft.names),
         options=tuple(draft.options),
         option_s=tuple(
-            _seconds(options, node, joint, settings.device, spread_s if node in activations else 0.0)
+            _seconds(
+                options, node, joint, settings.device, spread_s if node in activations else 0.0
+            )
             for options, node in zip(draft.options, draft.nodes, strict=True)
         ),
         edges=edges,
@@ -398,7 +400,7 @@ def _source(draft: _Draft, leaf: torch.fx.Node) -> tuple[int, int] | None:
     """(group, output) that gives a leaf, getitem looked through; None where it is no tensor."""
     index = 0
     if leaf.op == "call_function" and leaf.target is operator.getitem:
-        leaf, index = leaf.args[0], leaf.args[1]  # type: ignore[assignment]
+        leaf, index = leaf.args[0], leaf.args[1]
     group = draft.group_of.get(leaf.name)
     if group is None or outputs_of(leaf)[index] is None:
         return None
@@ -469,9 +471,7 @@ def _pairs(
         for q in targets:
             if p != q and follow and p in targets:
                 continue
-            leaves = any(
-                isinstance(a, Partial) and a != b for a, b in zip(p, q, strict=True)
-            )
+            leaves = any(isinstance(a, Partial) and a != b for a, b in zip(p, q, strict=True))
             if keep_partial and leaves:
                 continue
             price = prices.seconds(value, p, q)
@@ -507,7 +507,7 @@ def _gathered_twice(joint: JointGraph) -> set[torch.fx.Node]:
 
 
 def _is_backward(node: torch.fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
+    return bool(node.meta.get("partitioner_tag") == "is_backward")
 
 
 def _reduced_late(

@@ -74,7 +74,9 @@ class AutoParallel:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model is a {type(model).__name__}; give an nn.Module")
         if not callable(input_fn):
-            raise ConfigError(f"input_fn is a {type(input_fn).__name__}; give a function of nothing")
+            raise ConfigError(
+                f"input_fn is a {type(input_fn).__name__}; give a function of nothing"
+            )
         if not isinstance(mesh, DeviceMesh):
             raise ConfigError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh")
         if dynamic:
@@ -128,7 +130,9 @@ class AutoParallel:
 
     def __enter__(self) -> Self:
         if self._state != "new":
-            raise UsageError("this AutoParallel was entered before; make a new one for a new capture")
+            raise UsageError(
+                "this AutoParallel was entered before; make a new one for a new capture"
+            )
         _check_mesh(self._mesh)
         self._state = "closed"  # stays so if the capture fails
         self._joint = capture(
@@ -186,9 +190,7 @@ class AutoParallel:
                 f"parameter memory between low={low} and high={high} of all bytes: give "
                 "0 <= low <= high <= 1"
             )
-        self._constrain(
-            "add_parameter_memory_constraint", parameter_low=low, parameter_high=high
-        )
+        self._constrain("add_parameter_memory_constraint", parameter_low=low, parameter_high=high)
 
     def _per_tensor(self, placements: PlacementsPerTensor | None, kind: str) -> Any:
         joint = self._open_joint(f"add_{kind}_constraints")

@@ -94,7 +94,9 @@ def test_each_entry_of_a_loop_has_a_key_of_its_own():
     keys = [tuple(n.meta["custom"]) for n in gm.graph.nodes if n.name.startswith("sin")][:3]
     assert len(set(keys)) == 3
     again = joint(Looped(), torch.randn(2, 4))
-    assert [tuple(n.meta["custom"]) for n in again.graph.nodes if n.name.startswith("sin")][:3] == keys
+    assert [tuple(n.meta["custom"]) for n in again.graph.nodes if n.name.startswith("sin")][
+        :3
+    ] == keys
 
 
 class Decorated(Module):

@@ -46,7 +46,7 @@ def settings():
     import torch._inductor.config
 
     configs = (torch._dynamo.config, torch._functorch.config, torch._inductor.config)
-    values = [copy.deepcopy(c.shallow_copy_dict()) for c in configs]
+    values = [copy.deepcopy(c.get_config_copy()) for c in configs]
     return values, set(torch.fx.node._side_effectful_functions)
 
 
@@ -78,8 +78,9 @@ def test_a_model_that_cannot_be_captured_is_refused_and_the_next_one_works(mesh,
 
 
 def test_a_graph_break_is_named_by_the_users_line(mesh):
-    with pytest.raises(CaptureError, match=r"test_api\.py:\d+"), AutoParallel(
-        Breaks(), inputs, mesh
+    with (
+        pytest.raises(CaptureError, match=r"test_api\.py:\d+"),
+        AutoParallel(Breaks(), inputs, mesh),
     ):
         pass
 

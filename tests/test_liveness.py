@@ -1,11 +1,16 @@
 """Predicted bytes against a recount that runs the steps and looks at every value at every step."""
 
+import pytest
+import torch
 from hypothesis import given
 
+from autop_ac import measure_memory
+from autop_ac.capture.trace import capture
 from autop_ac.graph.facts import Facts, Value
 from autop_ac.graph.liveness import backward_order, forward_order, profile
 from autop_ac.recompute.verify import closure
 from tests.strategies import facts_with_actions
+from tests.test_partition import compiled, facts_of, make_plan
 
 
 def recount(facts, given_values, steps, results):
@@ -108,3 +113,37 @@ def test_parameter_bytes_of_facts_without_placeholders_count():
     plain, heavy = profile(facts, forward[:1]), profile(heavier, forward[:1])
     assert heavy.peak_bytes == plain.peak_bytes + 1000
     assert heavy.holders["parameters"] == 1000
+
+
+class Chain(torch.nn.Module):
+    """Linear and tanh, which need no scratch memory, and a result of four bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linears = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x):
+        for linear in self.linears:
+            x = linear(x).tanh()
+        return x.sum()
+
+
+@pytest.mark.parametrize("kept", ["", "tanh", "addmm", "aten"])
+def test_predicted_peak_equals_the_bytes_measured_while_the_graphs_run(kept):
+    model = Chain()
+    joint = capture(model, lambda: torch.randn(256, 64))
+    facts = facts_of(joint)
+    choose = lambda v: "save" if kept and kept in v.op else "recompute"  # noqa: E731
+    predicted = profile(facts, make_plan(facts, choose).saved)
+    fn, _ = compiled(joint, choose)
+    parameters = [
+        model.get_parameter(n).detach().clone().requires_grad_() for n in joint.calling.parameters
+    ]
+    x, seed = torch.randn(256, 64), torch.ones(())
+    with measure_memory() as memory:
+        out = fn(*parameters, x)
+        out = out[0] if isinstance(out, (tuple, list)) else out
+        torch.autograd.grad(out, parameters, seed)
+    before = predicted.holders["parameters"] + predicted.holders["inputs"]
+    # the result and the seed are outside on one side and inside on the other: four bytes each
+    assert abs(predicted.peak_bytes - before - memory.peak_bytes) <= 8

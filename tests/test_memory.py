@@ -3,25 +3,74 @@
 import pytest
 import torch
 
-from autop_ac import measure_memory
+from autop_ac import UsageError, measure_memory
+
+
+def floats(count):
+    return torch.empty(count, dtype=torch.float32)
 
 
 def test_peak_marks_and_end_of_known_allocations():
     with measure_memory() as memory:
-        first = torch.empty(1000, dtype=torch.float32)
+        first = floats(1000)
         memory.mark("one")
-        second = torch.empty(500, dtype=torch.float32)
+        second = floats(500)
         del first
         memory.mark("two")
     assert memory.marks == {"one": 4000, "two": 2000}
     assert memory.peak_bytes == 6000
     assert memory.end_bytes == 2000
+    assert memory.live == (4000, 4000, 6000, 2000, 2000)
     del second
+
+
+def test_what_was_allocated_before_the_block_is_not_counted():
+    before = floats(1000)
+    with measure_memory() as memory:
+        assert before.numel() == 1000
+        del before
+        short = floats(10)
+        del short
+    assert memory.peak_bytes == 40
+    assert memory.end_bytes == 0
+
+
+def test_kept_bytes_are_what_backward_reads():
+    weight = torch.randn(64, 64, requires_grad=True)
+    with measure_memory() as memory:
+        x = torch.ones(32, 64)
+        y = torch.relu(x @ weight)  # relu keeps its result, the product its input
+        loss = y.sum()
+        memory.mark("end of forward")
+        loss.backward()
+    held = 2 * 32 * 64 * 4 + 4  # x, y and the loss
+    assert memory.kept_bytes == held
+    assert memory.peak_bytes >= held + weight.grad.nbytes
+
+
+def test_views_hold_nothing_and_a_block_may_be_empty():
+    base = floats(100)
+    with measure_memory() as memory:
+        view = base.view(10, 10).t()
+    assert (memory.peak_bytes, memory.end_bytes) == (0, 0)
+    assert view.shape == (10, 10)
+    with measure_memory() as memory:
+        pass
+    assert (memory.peak_bytes, memory.live) == (0, ())
+
+
+def test_kept_bytes_without_the_mark_say_what_to_do():
+    with measure_memory() as memory:
+        memory.mark("elsewhere")
+        with pytest.raises(UsageError, match="after the block has ended"):
+            _ = memory.kept_bytes
+    with pytest.raises(UsageError, match=r"\.mark\(\"end of forward\"\).*\['elsewhere'\]"):
+        _ = memory.kept_bytes
 
 
 def test_an_exception_leaves_the_profiler_usable():
     with pytest.raises(ZeroDivisionError), measure_memory():
         raise ZeroDivisionError
     with measure_memory() as memory:
-        kept = torch.empty(10, dtype=torch.float32)
-    assert memory.peak_bytes == kept.numel() * 4
+        kept = floats(10)
+    assert memory.peak_bytes == kept.nbytes

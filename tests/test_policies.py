@@ -39,7 +39,10 @@ def test_forms_of_a_selector(given, text):
 
 def test_a_packet_is_one_selector_and_repeats_fall_away():
     assert parse_selectors(aten.mm) == (Selector("aten.mm"),)
-    assert parse_selectors(["aten.mm", aten.mm, MATMUL]) == (Selector("aten.mm"), Selector("MATMUL"))
+    assert parse_selectors(["aten.mm", aten.mm, MATMUL]) == (
+        Selector("aten.mm"),
+        Selector("MATMUL"),
+    )
     assert parse_selectors(()) == ()
 
 

@@ -392,7 +392,7 @@ def test_a_toy_gpt_is_spread_over_the_devices_too(fake_mesh, shape, capfd):
     assert parameter_fraction(joint, found) <= 1.05 / devices
     for node in joint.module.graph.nodes:
         if "addmm" in str(node.target):
-            assert found.choices[node.name].outputs == ((S0,) * len(shape),)
+            assert R not in found.choices[node.name].outputs[0]
     assert capfd.readouterr().out == ""
 
 

@@ -135,7 +135,7 @@ def draws_random(node: fx.Node) -> bool:
     """Whether an operator draws random numbers; attention with a dropout of zero does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [a.name for a in node.target._schema.arguments]
     if "dropout_p" not in names:
         return True
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..config import ACConfig
 from ..graph.collect import collect_facts
-from ..graph.cost import collective_time_s, fx_node_time_s
+from ..graph.cost import fx_node_time_s
 from ..graph.devices import DeviceSpec, Topology
 from ..graph.facts import Facts
 from ..graph.liveness import Profile, profile
@@ -55,7 +55,9 @@ def plan_recompute(
         lambda node: fx_node_time_s(node, device),
     )
     contract = parameter_chains(facts)
-    names = frozenset(facts.values[i].name for i in contract) if reshard_after_forward else frozenset()
+    names = (
+        frozenset(facts.values[i].name for i in contract) if reshard_after_forward else frozenset()
+    )
     kept = default_saved(local.module, names, local.num_forward_outputs)
     default = frozenset(v.index for v in facts.values if v.name in kept)
     settle = partial(
@@ -108,5 +110,3 @@ def _finish(
     plan = RecomputePlan(decisions, tuple(saved), tuple(saved_inputs), stage_bytes, notes)
     write_tags(local.module, facts, plan)
     return Recompute(local, facts, plan, predicted, _profile(facts, off)[1])
-
-

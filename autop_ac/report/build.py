@@ -220,9 +220,7 @@ def _folded(rows: Sequence[ModuleRow]) -> tuple[ModuleRow, ...]:
             numbers = [_number(r.module) for r in group]
             name = re.sub(r"(?<=\.)\d+(?=\.|$)", _ranges(numbers), name, count=1)
         folded.append(
-            ModuleRow(
-                name, len(group), first.saved_bytes, first.recomputed_bytes, first.reasons
-            )
+            ModuleRow(name, len(group), first.saved_bytes, first.recomputed_bytes, first.reasons)
         )
     return tuple(folded)
 

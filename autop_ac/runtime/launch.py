@@ -120,8 +120,9 @@ def launch(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float = 60
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """The call as bytes, refused here where a worker could not read it."""
     name = getattr(fn, "__qualname__", repr(fn))
-    main = sys.modules["__main__"]
-    if getattr(fn, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    from_script = script is not None and os.path.exists(script)
+    if getattr(fn, "__module__", "") == "__main__" and not from_script:
         raise UsageError(
             f"launch cannot send {name}, which is defined in a notebook or an interactive session, "
             "to new processes: write it to a module and import it from there"

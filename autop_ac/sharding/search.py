@@ -189,7 +189,22 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: _Settin
         memory_high=high,
     )
     slots = tuple(r for r in results if r is not None)
-    return Built(problem, dict(draft.group_of), slots, tuple(finder.notes))
+    notes = (*finder.notes, *_default_notes(constraints, inputs, settings.shape))
+    return Built(problem, dict(draft.group_of), slots, notes)
+
+
+def _default_notes(
+    constraints: Constraints, inputs: dict[int, Placements | None], mesh_shape: tuple[int, ...]
+) -> list[str]:
+    """A word where the default cannot shard the batch."""
+    if constraints.inputs is not None or not inputs or mesh_shape[0] == 1:
+        return []
+    if any(isinstance(p, Shard) for placements in inputs.values() for p in placements or ()):
+        return []
+    return [
+        f"no input is sharded: dim 0 of the first input is not divided by the {mesh_shape[0]} devices "
+        "of the first mesh axis"
+    ]
 
 
 def _seconds(

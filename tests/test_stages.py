@@ -165,9 +165,10 @@ def test_layers_without_module_paths_are_still_cut_at_the_residual():
 
 
 def test_a_graph_whose_live_bytes_only_grow_is_not_cut_after_every_node():
-    facts = network([(4, list(range(i + 1)), {}) for i in range(64)])
+    # every second value is read by all that follow, the others by the next one only
+    facts = network([(4, [i, *range(2, i, 2)], {}) for i in range(64)])
     wishes, _ = stage_wishes(facts, 64, {})
-    assert len(stages_of(wishes)) <= 8
+    assert 4 <= len(stages_of(wishes)) <= 10
 
 
 def test_no_stages_and_one_stage():

@@ -1,21 +1,47 @@
-"""The report on a recompute plan: a frozen value built from frozen values."""
+"""The report on a recompute plan: a frozen value built from frozen values.
+
+Bytes are of one device. A saved storage is counted once, at the module that allocates it, so that the
+rows sum to `ACReport.kept_bytes`; what is recomputed is what backward really computes again, so that a
+value which nobody reads there is neither.
+"""
 
 from __future__ import annotations
 
 import html
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from ..graph.facts import Value
+from ..graph.facts import Facts, Value
 from ..graph.liveness import backward_order
+from ..recompute.hints import root_of
 from ..recompute.pipeline import Recompute
+from ..recompute.plan import Origin, RecomputePlan
 from ..sharding.plan import ShardingPlan
+from .fold import fold_paths
+from .text import duration, size, table_html, table_text, wrapped
+
+UNREAD = "unread"
+"""Action in a report of what is neither kept nor recomputed, because backward does not read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why values of a module are kept or not.
+
+    Attributes:
+        action: "save", "recompute" or "unread".
+        origin: who decided, ``"hint"``, ``"auto"``, ...
+        reason: in plain words.
+        values: how many values; views, getitems and waits count with what they belong to.
+    """
+
+    action: str
+    origin: str
+    reason: str
+    values: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,28 +49,35 @@ class ModuleRow:
     """One module path, or several equal layers folded into one.
 
     Attributes:
-        module: path, with folded numbers as ``layers.0-3``.
-        layers: how many equal layers the row stands for; bytes are of one of them.
-        saved_bytes, recomputed_bytes: of one layer, on one device.
-        reasons: ``(action, origin, reason, values)`` of one layer, most values first.
+        module: path, with folded numbers as ``layers.0-3``; ``""`` at the root.
+        layers: how many equal modules the row stands for.
+        saved_bytes, recomputed_bytes: of one of them.
+        reasons: of one of them, most values first.
     """
 
     module: str
     layers: int
     saved_bytes: int
     recomputed_bytes: int
-    reasons: tuple[tuple[str, str, str, int], ...]
+    reasons: tuple[Reason, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """A hint that a higher one overrode."""
+    """A hint or rule that a higher one overrode.
 
-    value: str
-    module: str
+    Attributes:
+        asked: "save" or "recompute".  reason, source: whose wish it was, and where it is written.
+        module: where, equal layers folded.
+        values: names of the values it was set aside for.
+        decided_by: the origin and reason that prevailed.
+    """
+
     asked: str
     reason: str
     source: str
+    module: str
+    values: tuple[str, ...]
     decided_by: str
 
 
@@ -52,16 +85,18 @@ class SetAside:
 class ACReport:
     """What is kept and recomputed, why, and what it costs; all bytes are of one device.
 
+    `str` gives it as text, ``_repr_html_`` to a notebook.
+
     Attributes:
-        rows: by module path.
-        set_aside: hints that were overridden, with who decided.
+        rows: by module path, in order of execution.
+        set_aside: hints and rules that were overridden.
         notes: warnings and remarks.
         saved: names of the values kept from forward to backward.
         stage_bytes: the stage size used, None without stages.
         kept_bytes, kept_without_ac_bytes: bytes of saved activations at the end of forward.
         peak_bytes, peak_without_ac_bytes: predicted peak of live bytes.
         recompute_s: predicted seconds of recomputation in one step.
-        plan_s: predicted seconds of one step, by the sharding search.
+        step_s: predicted seconds of one step by the sharding search, None without a sharding plan.
     """
 
     rows: tuple[ModuleRow, ...]
@@ -74,58 +109,52 @@ class ACReport:
     peak_bytes: int
     peak_without_ac_bytes: int
     recompute_s: float
-    plan_s: float
+    step_s: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain values that JSON can hold."""
-        return asdict(self)
+        plain: dict[str, Any] = _plain(asdict(self))
+        return plain
 
     def __str__(self) -> str:
-        console = Console(width=100, no_color=True, force_terminal=False)
-        with console.capture() as text:
-            for line in self._summary():
-                console.print(line, highlight=False, markup=False)
-            console.print(self._table())
-            for line in self._remarks():
-                console.print(line, highlight=False, markup=False)
-        return text.get()
+        table = table_text(_HEADINGS, self._cells(), right=(1, 2, 3))
+        return "\n".join((*self._summary(), table, *map(wrapped, self._remarks())))
 
     def _repr_html_(self) -> str:
-        cells = "".join(
-            f"<tr><td>{html.escape(r.module or '(root)')}</td><td>{r.layers}</td>"
-            f"<td>{size(r.saved_bytes)}</td><td>{size(r.recomputed_bytes)}</td>"
-            f"<td>{'<br>'.join(html.escape(x) for x in _reasons(r))}</td></tr>"
-            for r in self.rows
-        )
-        head = "".join(f"<th>{h}</th>" for h in _HEADINGS)
-        lines = "".join(f"<p>{html.escape(x)}</p>" for x in (*self._summary(), *self._remarks()))
-        return f"{lines}<table><tr>{head}</tr>{cells}</table>"
+        summary = "<br>".join(map(html.escape, self._summary()))
+        remarks = "".join(f"<p>{html.escape(line)}</p>" for line in self._remarks())
+        return f"<p>{summary}</p>{table_html(_HEADINGS, self._cells())}{remarks}"
 
     def _summary(self) -> list[str]:
         stages = "no stages" if self.stage_bytes is None else f"stages of {size(self.stage_bytes)}"
+        step = "" if self.step_s is None else f" of a step of {duration(self.step_s)}"
         return [
             f"Activation checkpointing on one device ({stages})",
-            f"  kept for backward  {size(self.kept_bytes)}  "
-            f"(without AC {size(self.kept_without_ac_bytes)})",
-            f"  predicted peak     {size(self.peak_bytes)}  "
-            f"(without AC {size(self.peak_without_ac_bytes)})",
-            f"  recompute          {self.recompute_s * 1e3:.3f} ms of a step",
+            f"  kept for backward {size(self.kept_bytes):>12}"
+            f"   without AC {size(self.kept_without_ac_bytes):>12}",
+            f"  predicted peak    {size(self.peak_bytes):>12}"
+            f"   without AC {size(self.peak_without_ac_bytes):>12}",
+            f"  recomputation     {duration(self.recompute_s):>12}{step}",
         ]
 
-    def _table(self) -> Table:
-        table = Table(*_HEADINGS)
-        for row in self.rows:
-            table.add_row(
-                row.module or "(root)", str(row.layers), size(row.saved_bytes),
-                size(row.recomputed_bytes), "\n".join(_reasons(row)),
-            )  # fmt: skip
-        return table
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                row.module or "(root)",
+                str(row.layers),
+                size(row.saved_bytes),
+                size(row.recomputed_bytes),
+                "\n".join(f"{r.values} {r.action}: {r.reason} ({r.origin})" for r in row.reasons),
+            )
+            for row in self.rows
+        ]
 
     def _remarks(self) -> list[str]:
         asides = [
-            f"set aside: {s.reason} ({s.source or 'no source line'}) on {s.value} in "
-            f"{s.module or '(root)'}; decided by {s.decided_by}"
-            for s in self.set_aside
+            f"set aside: {a.reason}{f' ({a.source})' if a.source else ''}, on {len(a.values)} "
+            f"value{'s' if len(a.values) > 1 else ''} of {a.module or '(root)'} such as "
+            f"{a.values[0]}; decided by {a.decided_by}"
+            for a in self.set_aside
         ]
         return [*(f"note: {n}" for n in self.notes), *asides]
 
@@ -133,110 +162,151 @@ class ACReport:
 _HEADINGS = ("module", "layers", "saved", "recomputed", "why")
 
 
-def size(count: int) -> str:
-    """Bytes for people: ``"1.50 MiB"``."""
-    amount = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{count} B" if unit == "B" else f"{amount:.2f} {unit}"
-        amount /= 1024
-    return f"{amount:.2f} TiB"
-
-
-def _reasons(row: ModuleRow) -> list[str]:
-    return [f"{n} {action}: {reason}" for action, _, reason, n in row.reasons]
-
-
-def build_report(recompute: Recompute, plan: ShardingPlan) -> ACReport:
-    """Report on a recompute plan from the values it was made of."""
-    facts, decisions = recompute.facts, recompute.plan.decisions
-    saved = frozenset(recompute.plan.saved)
-    by_module: dict[str, list[Value]] = {}
-    for value in facts.forward:
-        by_module.setdefault(value.module, []).append(value)
-    recomputed = frozenset(backward_order(facts, recompute.plan.saved))
-    rows = [_row(name, values, recompute, saved, recomputed) for name, values in by_module.items()]
-    asides = tuple(
-        SetAside(
-            v.name, v.module, wish.action, wish.reason, wish.source,
-            f"{decisions[v.index].origin.name.lower()}: {decisions[v.index].reason}",
-        )
-        for v in facts.forward
-        if v.follows is None
-        for wish in decisions[v.index].overridden
-        if wish.origin in (3, 4) and wish.action != decisions[v.index].action
-    )  # fmt: skip
-    again = [v for v in map(facts.values.__getitem__, recomputed) if v.side == "forward"]
-    return ACReport(
-        rows=_folded(rows),
-        set_aside=asides,
-        notes=recompute.plan.notes,
-        saved=tuple(facts.values[i].name for i in recompute.plan.saved),
-        stage_bytes=recompute.plan.stage_bytes,
-        kept_bytes=recompute.profile.kept_bytes,
-        kept_without_ac_bytes=recompute.profile_without_ac.kept_bytes,
+def build_report(recompute: Recompute, sharding: ShardingPlan | None = None) -> ACReport:
+    """Report on the outcome of the recompute part."""
+    return make_report(
+        recompute.facts,
+        recompute.plan,
+        sharding,
         peak_bytes=recompute.profile.peak_bytes,
         peak_without_ac_bytes=recompute.profile_without_ac.peak_bytes,
-        recompute_s=sum(v.time_s for v in again),
-        plan_s=plan.objective_s,
+        kept_bytes=recompute.profile.kept_bytes,
+        kept_without_ac_bytes=recompute.profile_without_ac.kept_bytes,
     )
 
 
-def _row(
-    name: str,
-    values: Sequence[Value],
-    recompute: Recompute,
-    saved: frozenset[int],
-    recomputed: frozenset[int],
-) -> ModuleRow:
-    facts, decisions = recompute.facts, recompute.plan.decisions
-    storages = {s for v in values if v.index in saved for s in v.storages}
-    again = [v for v in values if v.index in recomputed]
-    counts = Counter(
-        (d.action, d.origin.name.lower(), d.reason)
-        for d in (decisions[v.index] for v in values if v.follows is None)
-    )
-    return ModuleRow(
-        name,
-        1,
-        sum(facts.storage_bytes[s] for s in storages),
-        sum(v.bytes for v in again),
-        tuple((*key, n) for key, n in counts.most_common()),
-    )
-
-
-def _folded(rows: Sequence[ModuleRow]) -> tuple[ModuleRow, ...]:
-    """Rows that differ in one number of their path only become one."""
-    groups: dict[object, list[ModuleRow]] = {}
-    for row in rows:
-        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row.module, count=1)
-        key = (pattern, row.saved_bytes, row.recomputed_bytes, row.reasons)
-        groups.setdefault(key, []).append(row)
-    folded = []
-    for group in groups.values():
-        first = group[0]
-        name = first.module
-        if len(group) > 1:
-            numbers = [_number(r.module) for r in group]
-            name = re.sub(r"(?<=\.)\d+(?=\.|$)", _ranges(numbers), name, count=1)
-        folded.append(
-            ModuleRow(name, len(group), first.saved_bytes, first.recomputed_bytes, first.reasons)
+def make_report(
+    facts: Facts,
+    plan: RecomputePlan,
+    sharding: ShardingPlan | None = None,
+    *,
+    peak_bytes: int,
+    peak_without_ac_bytes: int,
+    kept_bytes: int,
+    kept_without_ac_bytes: int,
+) -> ACReport:
+    """Report on a recompute plan from frozen values alone."""
+    again = frozenset(i for i in backward_order(facts, plan.saved) if i in plan.decisions)
+    modules: dict[str, list[Value]] = {}
+    for value in facts.forward:
+        modules.setdefault(value.module, []).append(value)
+    saved_bytes = _saved_bytes(facts, plan)
+    reasons = _reasons(facts, plan, again)
+    rows = [
+        ModuleRow(
+            module,
+            1,
+            saved_bytes.get(module, 0),
+            sum(v.bytes for v in values if v.index in again),
+            reasons.get(module, ()),
         )
-    return tuple(folded)
+        for module, values in modules.items()
+    ]
+    return ACReport(
+        rows=_folded(rows),
+        set_aside=_set_aside(facts, plan),
+        notes=(*plan.notes, *(sharding.notes if sharding else ())),
+        saved=tuple(facts.values[i].name for i in plan.saved),
+        stage_bytes=plan.stage_bytes,
+        kept_bytes=kept_bytes,
+        kept_without_ac_bytes=kept_without_ac_bytes,
+        peak_bytes=peak_bytes,
+        peak_without_ac_bytes=peak_without_ac_bytes,
+        recompute_s=sum(facts.values[i].time_s for i in sorted(again)),
+        step_s=sharding.objective_s if sharding else None,
+    )
 
 
-def _number(module: str) -> int:
-    found = re.search(r"(?<=\.)\d+(?=\.|$)", module)
-    assert found is not None
-    return int(found.group())
+def _saved_bytes(facts: Facts, plan: RecomputePlan) -> Mapping[str, int]:
+    """Bytes of saved storages by the module that allocates them; graph inputs are alive anyway."""
+    kept = {s for i in plan.saved for s in facts.values[i].storages}
+    maker: dict[int, Value] = {}
+    for value in facts.values:
+        for storage in value.storages:
+            maker.setdefault(storage, value)
+    sums: Counter[str] = Counter()
+    for storage in kept:
+        if maker[storage].side != "input":
+            sums[maker[storage].module] += facts.storage_bytes[storage]
+    return sums
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``"0-2,5"``."""
-    parts: list[list[int]] = []
-    for n in sorted(numbers):
-        if parts and n == parts[-1][-1] + 1:
-            parts[-1].append(n)
+def _reasons(
+    facts: Facts, plan: RecomputePlan, again: frozenset[int]
+) -> Mapping[str, tuple[Reason, ...]]:
+    """By module: why, with one count for a value and all that follow it."""
+    saved = frozenset(plan.saved)
+    families: dict[int, list[int]] = defaultdict(list)
+    for value in facts.forward:
+        families[root_of(facts, value.index)].append(value.index)
+    counts: dict[str, Counter[tuple[str, str, str]]] = defaultdict(Counter)
+    for root, members in families.items():
+        decision = plan.decisions[members[0]]
+        origin, reason = decision.origin.name.lower(), _without_numbers(decision.reason)
+        if not saved.isdisjoint(members):
+            action = "save"
+        elif not again.isdisjoint(members):
+            action = "recompute"
         else:
-            parts.append([n])
-    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+            action = UNREAD
+            # a hint that changes nothing is named; else one line for all of these
+            if decision.origin not in (Origin.HINT, Origin.RULE):
+                origin, reason = "default", "backward does not read it"
+        module = facts.values[members[0] if root not in plan.decisions else root].module
+        counts[module][action, origin, reason] += 1
+    return {
+        module: tuple(Reason(*key, n) for key, n in counter.most_common())
+        for module, counter in counts.items()
+    }
+
+
+def _without_numbers(reason: str) -> str:
+    """Equal layers lie in different stages: without its number the reason is one for all."""
+    return re.sub(r"\bstage \d+", "its stage", reason)
+
+
+def _folded(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
+    rows = list(rows)
+    keys = [(r.module, (r.saved_bytes, r.recomputed_bytes, frozenset(r.reasons))) for r in rows]
+    return tuple(
+        ModuleRow(
+            path,
+            len(members),
+            rows[members[0]].saved_bytes,
+            rows[members[0]].recomputed_bytes,
+            rows[members[0]].reasons,
+        )
+        for path, members in fold_paths(keys)
+    )
+
+
+def _set_aside(facts: Facts, plan: RecomputePlan) -> tuple[SetAside, ...]:
+    found: dict[tuple[str, tuple[str, str, str, str]], list[str]] = {}
+    for value in facts.forward:
+        decision = plan.decisions[value.index]
+        if value.follows is not None and value.follows in plan.decisions:
+            if plan.decisions[value.follows].overridden == decision.overridden:
+                continue  # told of what it follows
+        by = f"{decision.origin.name.lower()}: {_without_numbers(decision.reason)}"
+        for wish in decision.overridden:
+            if wish.origin in (Origin.HINT, Origin.RULE):
+                key = (value.module, (wish.action, wish.reason, wish.source, by))
+                found.setdefault(key, []).append(value.name)
+    keys = list(found)
+    return tuple(
+        SetAside(
+            *keys[members[0]][1][:3],
+            path,
+            tuple(name for i in members for name in found[keys[i]]),
+            keys[members[0]][1][3],
+        )
+        for path, members in fold_paths(keys)
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value

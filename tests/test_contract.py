@@ -1,0 +1,159 @@
+"""The all-gather contract and the hints, read off the two graphs that really run."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+import autop_ac.lowering.compile as compile_module
+from autop_ac import MATMUL, AutoParallel, ac_region, fake_mesh
+from tests.gpt import GPT, GPTConfig
+
+CONFIG = GPTConfig(vocab_size=64, dim=32, heads=4, layers=2, context=16)
+aten = torch.ops.aten
+
+
+class Hinted(GPT):
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            with ac_region("block", save=[MATMUL]):
+                x = block(x)
+        return self.head(x)
+
+
+@pytest.fixture
+def partitions(monkeypatch):
+    """The pairs of graphs that are compiled, in order."""
+    seen = []
+    real = compile_module.partition
+
+    def spy(*args, **kwargs):
+        seen.append(real(*args, **kwargs))
+        return seen[-1]
+
+    monkeypatch.setattr(compile_module, "partition", spy)
+    return seen
+
+
+def apply(model, shape, ac, **options):
+    mesh = fake_mesh(shape)
+    batch = (Shard(0), *[Replicate()] * (len(shape) - 1))
+    ap = AutoParallel(
+        model, lambda: torch.randint(64, (8, CONFIG.context)), mesh, **options
+    ).configure_ac(**ac)
+    with ap:
+        ap.add_input_constraints([batch])
+        ap.add_output_constraints([batch])
+        ap.add_parameter_memory_constraint(0.0, 1 / mesh.size())
+        parallel = ap.apply_placement(ap.optimize_placement())
+    return parallel, ap.ac_report
+
+
+def gathers(graph):
+    """How often each parameter is gathered over each axis, by its name."""
+    notes = [
+        n.meta["custom"]["autop_ac"]
+        for n in graph.graph.nodes
+        if n.op == "call_function" and "all_gather" in str(n.target)
+    ]
+    return Counter((note["parameter"], note["axis"]) for note in notes if note["parameter"])
+
+
+def notes_of_saved(backward):
+    return {
+        n.name: n.meta["custom"]["autop_ac"]
+        for n in backward.graph.nodes
+        if n.op == "placeholder" and "autop_ac" in n.meta.get("custom", {})
+    }
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@pytest.mark.parametrize(
+    "ac", [{"enable": False}, {"stage_size": "auto"}, {"stage_size": None}], ids=str
+)
+def test_backward_gathers_a_parameter_once_and_keeps_no_gathered_weight(partitions, shape, ac):
+    apply(Hinted(CONFIG), shape, ac)
+    ((forward, backward),) = partitions
+    assert gathers(forward)
+    assert gathers(backward)
+    saved = notes_of_saved(backward)
+    assert not [n for n, note in saved.items() if note["parameter"] and not note["origin"]]
+    repeated = {k: n for k, n in gathers(backward).items() if n > 2}
+    assert not repeated
+
+
+@pytest.mark.parametrize("ac", [{"enable": False}, {"stage_size": "auto"}], ids=str)
+def test_without_resharding_backward_gathers_no_parameter_that_forward_gathered(partitions, ac):
+    apply(GPT(CONFIG), (2,), ac, reshard_after_forward=False)
+    ((forward, backward),) = partitions
+    assert not set(gathers(forward)) & set(gathers(backward))
+
+
+def test_hints_alone_keep_what_enters_the_blocks_and_their_matrix_products(partitions):
+    _, report = apply(Hinted(CONFIG), (2,), {"stage_size": None})
+    ((_, backward),) = partitions
+    in_blocks = [n for n in notes_of_saved(backward).values() if n["module"].startswith("blocks.")]
+    products = {"aten.addmm.default", "aten.mm.default", "aten.bmm.default"}
+    inside = {n["captured_op"] for n in in_blocks if n["origin"]}
+    assert products & inside
+    assert not inside & {
+        "aten.gelu.default",
+        "aten.native_layer_norm.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    }
+    assert set(report.saved) >= set(notes_of_saved(backward)) - {
+        n.name for n in backward.graph.nodes if n.name.startswith("primals")
+    }
+
+
+def test_everything_recomputed_keeps_less_than_off(partitions):
+    class All(GPT):
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            for block in self.blocks:
+                with ac_region():
+                    x = block(x)
+            return self.head(x)
+
+    _, off = apply(All(CONFIG), (2,), {"enable": False})
+    _, full = apply(All(CONFIG), (2,), {"stage_size": None})
+    assert full.kept_bytes < off.kept_bytes
+
+
+def test_names_and_state_are_the_users(partitions):
+    model = GPT(CONFIG)
+    parallel, _ = apply(model, (2,), {})
+    assert list(parallel.state_dict()) == list(model.state_dict())
+    assert isinstance(parallel, GPT)
+    assert type(parallel) is not GPT
+
+
+def test_a_meta_model_is_initialised_as_on_one_device():
+    with torch.device("meta"):
+        model = GPT(CONFIG)
+    parallel, _ = apply(model, (1,), {})
+    parallel.to_empty(device="cpu")
+    torch.manual_seed(3)
+    parallel.init_weights()
+    torch.manual_seed(3)
+    single = GPT(CONFIG)
+    torch.manual_seed(3)
+    single.init_weights()
+    for (name, got), expected in zip(parallel.named_parameters(), single.parameters()):
+        assert torch.equal(got.full_tensor(), expected), name
+
+
+def test_mixed_precision_computes_in_the_policys_dtype(partitions):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    parallel, _ = apply(GPT(CONFIG), (2,), {}, mp_policy=policy)
+    assert {p.dtype for p in parallel.parameters()} == {torch.float32}
+    ((forward, backward),) = partitions
+    products = [n for n in forward.graph.nodes if n.target in (aten.mm.default, aten.addmm.default)]
+    assert {n.meta["val"].dtype for n in products} == {torch.bfloat16}
+    reduced = [n for n in backward.graph.nodes if "reduce_scatter" in str(n.target)]
+    of_parameters = [n for n in reduced if n.meta["custom"]["autop_ac"]["parameter"]]
+    assert {n.meta["val"].dtype for n in of_parameters} <= {torch.float32}

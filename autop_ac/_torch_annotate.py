@@ -49,7 +49,7 @@ def traced_line() -> tuple[str, int] | None:
 
 def constant_while_tracing(fn: F) -> F:
     """Mark `fn` to run at trace time, its result taken as a constant."""
-    return cast(F, torch._dynamo.assume_constant_result(fn))  # type: ignore[no-untyped-call]
+    return cast(F, torch._dynamo.assume_constant_result(fn))
 
 
 __all__ = [

@@ -183,7 +183,8 @@ def _fake_copy(
     """The model over fake tensors; by id of each fake tensor its kind, name and stored original."""
     memo: dict[int, Any] = {}
     originals: dict[int, tuple[str, str, torch.Tensor]] = {}
-    named = [("parameter", n, t) for n, t in model.named_parameters()]
+    named: list[tuple[str, str, torch.Tensor]] = []
+    named += [("parameter", n, t) for n, t in model.named_parameters()]
     named += [("buffer", n, t) for n, t in model.named_buffers()]
     for kind, name, tensor in named:
         dtype = tensor.dtype

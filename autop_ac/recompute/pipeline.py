@@ -84,7 +84,7 @@ def plan_recompute(
 
     size = config.stage_bytes
     if size is None:
-        size = auto_stage_bytes(facts, lambda b: _profile(facts, staged(b)[0])[1].peak_bytes)
+        size = auto_stage_bytes(facts, lambda b: _profile(facts, staged(b)[0])[1].peak_bytes, fixed)
     decisions, stage_notes = staged(size)
     return _finish(local, facts, decisions, off, size, (*notes, *stage_notes))
 

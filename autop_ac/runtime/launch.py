@@ -208,6 +208,7 @@ def _worker(
             world_size=nproc,
             timeout=timedelta(seconds=timeout_s),
         )
+        dist.barrier()  # a rank that is done early must not close on one that is still connecting
         answer = pickle.dumps((fn(*args),))
     except BaseException as error:  # noqa: B036 the parent raises it
         answer = _failed(error)

@@ -223,8 +223,9 @@ def make_parallel(
         return runner(self, args, kwargs)
 
     members = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
-    if callable(getattr(base, "init_weights", None)):
-        members["init_weights"] = _as_on_one_device(base.init_weights)
+    init = getattr(base, "init_weights", None)
+    if callable(init):
+        members["init_weights"] = _as_on_one_device(init)
     parallel.__class__ = type(f"Parallel{base.__name__}", (base,), members)
     return parallel
 

@@ -282,12 +282,12 @@ def _parameter_chains(joint: JointGraph) -> dict[torch.fx.Node, str]:
             if source in found:
                 found[node] = found[source]
     results = joint.module.graph.output_node().args[0]
-    for port, result in zip(joint.results, results, strict=True):
-        if port is None or port.kind != "gradient":
+    for outgoing, result in zip(joint.results, results, strict=True):
+        if outgoing is None or outgoing.kind != "gradient":
             continue
         node = result
         while node.op == "call_function" and node not in found:
-            found[node] = port.name
+            found[node] = outgoing.name
             if len(node.all_input_nodes) != 1 or len(node.all_input_nodes[0].users) != 1:
                 break
             node = node.all_input_nodes[0]
@@ -313,11 +313,11 @@ def _restore_placeholders(module: Any, holders: list[torch.fx.Node], joint: Join
 def _name_axes(module: torch.fx.GraphModule, mesh: DeviceMesh) -> None:
     """Write the mesh axis on each collective, known by the process group it runs over."""
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-    axis_of = {mesh.get_group(i).group_name: name for i, name in enumerate(names)}
+    axis_of = {str(mesh.get_group(i).group_name): name for i, name in enumerate(names)}
     for node in module.graph.nodes:
         if node.op != "call_function" or not str(node.target).startswith("_c10d_functional."):
             continue
         group = next((a for a in node.args if isinstance(a, str) and a in axis_of), None)
         custom = dict(node.meta.get("custom", {}))
-        custom["autop_ac"] = {**custom.get("autop_ac", {}), "axis": axis_of.get(group, "")}
+        custom["autop_ac"] = {**custom.get("autop_ac", {}), "axis": axis_of.get(group or "", "")}
         node.meta["custom"] = custom

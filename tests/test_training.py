@@ -110,3 +110,41 @@ def test_two_processes_give_the_single_process_gradients(ac, model_class, loss_w
 
 def test_four_processes_on_a_two_by_two_mesh_give_the_single_process_gradients():
     launch(train, 4, (2, 2), {"stage_size": "auto"}, "eager", "local", GPT)
+
+
+def fifty_steps(ac):
+    """Losses of 50 optimizer steps, single-process and parallel."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model, x, y = HintedBlocks(CONFIG), tokens(), tokens()
+    ap = AutoParallel(model, lambda: (tokens(), tokens()), mesh, loss_fn=mean_loss)
+    with ap.configure_ac(**ac):
+        ap.add_input_constraints([(Shard(0),), (Shard(0),)])
+        ap.add_parameter_memory_constraint(0.0, 0.5)
+        parallel = ap.apply_placement(ap.optimize_placement())
+    own = slice(mesh.get_rank() * BATCH // 2, (mesh.get_rank() + 1) * BATCH // 2)
+
+    def losses(module, step):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        got = []
+        for _ in range(50):
+            optimizer.zero_grad()
+            loss = step(module)
+            loss.backward()
+            optimizer.step()
+            got.append(loss.item())
+        return got
+
+    sharded = losses(parallel, lambda m: m(x[own], y[own]))
+    return losses(model, lambda m: mean_loss(m(x), y)), sharded
+
+
+@pytest.mark.parametrize("ac", [{"enable": False}, {"stage_size": "auto"}, {"stage_size": None}])
+def test_the_losses_of_fifty_steps_are_those_of_one_process(ac):
+    single, sharded = launch(fifty_steps, 2, ac)[0]
+    assert single[-1] < single[0]
+    assert max(abs(a - b) for a, b in zip(single, sharded, strict=True)) < 1e-4
+
+
+def test_inductor_gives_the_single_process_gradients_on_two_processes():
+    launch(train, 2, (2,), {"stage_size": "auto"}, "inductor", "local", GPT)

@@ -124,7 +124,7 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     from_script = script is not None and os.path.exists(script)
     if getattr(fn, "__module__", "") == "__main__" and not from_script:
         raise UsageError(
-            f"launch cannot send {name}, which is defined in a notebook or an interactive session, "
+            f"launch cannot send {name}, which is defined in a notebook or typed at a prompt, "
             "to new processes: write it to a module and import it from there"
         )
     try:

@@ -113,7 +113,7 @@ class AutoParallel:
         return self
 
     def configure_compile(self, backend: Literal["eager", "inductor"] = "inductor") -> Self:
-        """Run the graphs node by node ("eager", the default) or compiled by Inductor."""
+        """Run the graphs compiled by Inductor (the default), or node by node ("eager")."""
         self._compile = CompileConfig(backend=backend)
         return self
 

@@ -43,6 +43,7 @@ def apply(model, shape, ac, **options):
     ap = AutoParallel(
         model, lambda: torch.randint(64, (8, CONFIG.context)), mesh, **options
     ).configure_ac(**ac)
+    ap.configure_compile("eager")
     with ap:
         ap.add_input_constraints([batch])
         ap.add_output_constraints([batch])

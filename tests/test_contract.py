@@ -81,7 +81,7 @@ def test_backward_gathers_a_parameter_once_and_keeps_no_gathered_weight(partitio
     assert gathers(backward)
     saved = notes_of_saved(backward)
     assert not [n for n, note in saved.items() if note["parameter"] and not note["origin"]]
-    repeated = {k: n for k, n in gathers(backward).items() if n > 2}
+    repeated = {k: n for k, n in gathers(backward).items() if n > 1}
     assert not repeated
 
 

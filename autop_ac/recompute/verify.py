@@ -24,14 +24,6 @@ from ..graph.liveness import live_backward
 from .plan import Action
 
 
-def root_of(facts: Facts, index: int) -> int:
-    """The value whose decision `index` takes: follows `Value.follows` to its end."""
-    value = facts.values[index]
-    while value.follows is not None:
-        value = facts.values[value.follows]
-    return value.index
-
-
 def must_be_saved(facts: Facts, index: int) -> bool:
     """Recomputing this value would repeat an effect or read an input that forward has changed."""
     value = facts.values[index]

@@ -2,7 +2,7 @@
 
 from .annotate import ac_region
 from .api import AutoParallel, auto_parallel
-from .capture.trace import ForwardInputs
+from .capture.calling import ForwardInputs
 from .config import ACConfig
 from .errors import (
     AutopACError,

@@ -15,20 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
+from .build import Settings
 from .capture.joint import JointGraph
-from .capture.trace import capture
+from .capture.trace import Request, capture, request
 from .config import ACConfig, CompileConfig
 from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, Topology, find_device
-from .lowering.compile import compile_local, decompositions, partition_by
 from .recompute.hints import ResolvedHints, resolve_hints
-from .recompute.pipeline import Recompute, plan_recompute
 from .report.build import ACReport, build_report
-from .runtime.parallel import Outputs, make_parallel, make_runner
-from .sharding.apply import LocalGraph, apply_plan
+from .runtime.parallel import Modes, Outputs, Runner, Runners, make_parallel, modes_of
 from .sharding.constraints import Constraints
 from .sharding.plan import ShardingPlan
-from .sharding.search import search
 
 log = logging.getLogger("autop_ac")
 
@@ -93,6 +90,7 @@ class AutoParallel:
         self._topology: Topology | None = None
         self._constraints = Constraints()
         self._state: Literal["new", "open", "closed"] = "new"
+        self._request: Request | None = None
         self._joint: JointGraph | None = None
         self._hints: ResolvedHints | None = None
         self._report: ACReport | None = None
@@ -135,13 +133,14 @@ class AutoParallel:
             )
         _check_mesh(self._mesh)
         self._state = "closed"  # stays so if the capture fails
-        self._joint = capture(
+        self._request = request(
             self._model,
             self._input_fn,
             self._mesh.device_type,
             mp_policy=self._mp_policy,
             loss_fn=self._loss_fn,
         )
+        self._joint = capture(self._request)
         self._hints = resolve_hints(self._joint.module, self._joint.placeholders)
         self._state = "open"
         return self
@@ -224,19 +223,16 @@ class AutoParallel:
             InfeasibleError: no plan satisfies the constraints; they are named.
         """
         joint = self._open_joint("optimize_placement")
-        topology = self._topology or Topology.from_mesh_shape(tuple(self._mesh.shape))
-        policy = self._mp_policy
-        plan = search(
-            joint,
-            self._mesh,
-            self._constraints,
-            device=self._device,
-            topology=topology,
-            reduce_dtype=policy.reduce_dtype if policy else None,
-            reshard_after_forward=self._reshard,
-        )
+        plan = self._settings().search(joint, self._constraints)
         log.log(logging.INFO if verbose else logging.DEBUG, "%s", plan)
         return plan
+
+    def _settings(self, outputs: Outputs = "local") -> Settings:
+        topology = self._topology or Topology.from_mesh_shape(tuple(self._mesh.shape))
+        return Settings(
+            self._mesh, self._ac, self._compile, self._device, topology,
+            self._mp_policy, self._reshard, outputs,
+        )  # fmt: skip
 
     def apply_placement(self, plan: ShardingPlan, *, outputs: Outputs = "local") -> torch.nn.Module:
         """Make the parallel module of a plan; may be called again with other settings.
@@ -254,22 +250,19 @@ class AutoParallel:
         joint = self._open_joint("apply_placement")
         if plan.mesh_shape != tuple(self._mesh.shape):
             raise UsageError(f"the plan is for mesh {plan.mesh_shape}, not {self._mesh.shape}")
-        backend = self._compile.backend
-        local = apply_plan(joint, plan, self._mesh, decompositions(backend))
-        recompute = self._plan_recompute(local)
-        compiled = compile_local(joint, local.module, partition_by(recompute), backend)
+        assert self._hints is not None and self._request is not None
+        settings = self._settings(outputs)
+        recompute, runner = settings.lower(joint, self._hints, plan)
         self._report = build_report(recompute, plan)
         for note in recompute.plan.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
-        runner = make_runner(joint, local, plan, self._mesh, compiled, outputs)
-        return make_parallel(self._model, plan, self._mesh, runner)
+        wanted = self._request
 
-    def _plan_recompute(self, local: LocalGraph) -> Recompute:
-        assert self._hints is not None
-        topology = self._topology or Topology.from_mesh_shape(tuple(self._mesh.shape))
-        return plan_recompute(
-            local, self._hints, self._ac, self._device, topology, self._mesh, self._reshard
-        )
+        def in_modes(modes: Modes) -> Runner:
+            return settings.lower_in_modes(wanted, joint, plan, modes)
+
+        runners = Runners(modes_of(self._model), runner, in_modes)
+        return make_parallel(self._model, plan, self._mesh, runners)
 
     def parallelize(
         self, inputs: Any = None, outputs: Any = None, *, parameter_memory: float | None = None

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from autop_ac import MATMUL, ac_region
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -15,6 +17,7 @@ class GPTConfig:
     context: int = 16
     dropout: float = 0.0
     tied: bool = True
+    bias: bool = True
 
 
 class Attention(torch.nn.Module):
@@ -22,8 +25,8 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.heads = config.heads
         self.dropout = config.dropout
-        self.query_key_value = torch.nn.Linear(config.dim, 3 * config.dim)
-        self.project = torch.nn.Linear(config.dim, config.dim)
+        self.query_key_value = torch.nn.Linear(config.dim, 3 * config.dim, config.bias)
+        self.project = torch.nn.Linear(config.dim, config.dim, config.bias)
 
     def forward(self, x):
         batch, length, dim = x.shape
@@ -40,8 +43,8 @@ class Block(torch.nn.Module):
         self.norm1 = torch.nn.LayerNorm(config.dim)
         self.attention = Attention(config)
         self.norm2 = torch.nn.LayerNorm(config.dim)
-        self.up = torch.nn.Linear(config.dim, 4 * config.dim)
-        self.down = torch.nn.Linear(4 * config.dim, config.dim)
+        self.up = torch.nn.Linear(config.dim, 4 * config.dim, config.bias)
+        self.down = torch.nn.Linear(4 * config.dim, config.dim, config.bias)
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
@@ -81,3 +84,20 @@ class GPT(torch.nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class HintedGPT(GPT):
+    """The same with a region around each block that keeps what `save` selects."""
+
+    save = (MATMUL,)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            with ac_region("block", save=self.save):
+                x = block(x)
+        return self.head(x)
+
+
+def mean_loss(logits, target):
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())

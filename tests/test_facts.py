@@ -6,7 +6,7 @@ from hypothesis import given
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autop_ac.capture.joint import Port
-from autop_ac.capture.trace import capture
+from autop_ac.capture.trace import capture, request
 from autop_ac.graph.collect import collect_facts
 from autop_ac.graph.facts import Facts, Value
 from autop_ac.graph.liveness import backward_order, live_backward
@@ -15,7 +15,7 @@ from tests.strategies import RandomModule, facts_with_actions
 
 
 def collected(layers):
-    joint = capture(RandomModule(layers), lambda: torch.randn(4, 4, requires_grad=True))
+    joint = capture(request(RandomModule(layers), lambda: torch.randn(4, 4, requires_grad=True)))
     return collect_facts(joint.module, joint.placeholders, joint.results, joint.num_forward_outputs)
 
 

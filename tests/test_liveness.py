@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 from autop_ac import measure_memory
-from autop_ac.capture.trace import capture
+from autop_ac.capture.trace import capture, request
 from autop_ac.graph.facts import Facts, Value
 from autop_ac.graph.liveness import backward_order, forward_order, profile
 from autop_ac.recompute.verify import closure
@@ -131,7 +131,7 @@ class Chain(torch.nn.Module):
 @pytest.mark.parametrize("kept", ["", "tanh", "addmm", "aten"])
 def test_predicted_peak_equals_the_bytes_measured_while_the_graphs_run(kept):
     model = Chain()
-    joint = capture(model, lambda: torch.randn(256, 64))
+    joint = capture(request(model, lambda: torch.randn(256, 64)))
     facts = facts_of(joint)
     choose = lambda v: "save" if kept and kept in v.op else "recompute"  # noqa: E731
     predicted = profile(facts, make_plan(facts, choose).saved)

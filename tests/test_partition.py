@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autop_ac import _torch as private
-from autop_ac.capture.trace import capture
+from autop_ac.capture.trace import capture, request
 from autop_ac.errors import PartitionError
 from autop_ac.graph.collect import collect_facts
 from autop_ac.graph.liveness import backward_order, forward_order
@@ -25,7 +25,7 @@ SLOW = settings(max_examples=12, deadline=None, suppress_health_check=list(Healt
 
 
 def make_joint(module, shape=(4, 4)):
-    joint = capture(module, lambda: torch.randn(*shape, requires_grad=True))
+    joint = capture(request(module, lambda: torch.randn(*shape, requires_grad=True)))
     return joint, facts_of(joint)
 
 

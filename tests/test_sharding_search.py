@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from autop_ac.capture.trace import capture
+from autop_ac.capture.trace import capture, request
 from autop_ac.errors import ConfigError, InfeasibleError, SolverError
 from autop_ac.graph.devices import Topology, find_device
 from autop_ac.sharding import options as options_module
@@ -60,13 +60,13 @@ class MLP(torch.nn.Module):
 
 
 def mlp_joint(batch=8, dim=8, hidden=16, bias=True):
-    return capture(MLP(dim, hidden, bias), lambda: torch.randn(batch, dim))
+    return capture(request(MLP(dim, hidden, bias), lambda: torch.randn(batch, dim)))
 
 
 def gpt_joint(batch=8, **sizes):
     config = GPTConfig(**sizes)
     return capture(
-        GPT(config), lambda: torch.randint(0, config.vocab_size, (batch, config.context))
+        request(GPT(config), lambda: torch.randint(0, config.vocab_size, (batch, config.context)))
     )
 
 
@@ -181,15 +181,17 @@ def losses(output, target):
 @pytest.mark.parametrize("model", ["gpt", "gpt_loss", "odds"])
 def test_every_option_is_right_on_numbers(fake_mesh, model):
     if model == "odds":
-        joint = capture(Odds(), lambda: torch.randn(4, 4, 8))
+        joint = capture(request(Odds(), lambda: torch.randn(4, 4, 8)))
     elif model == "gpt":
         joint = gpt_joint(4)
     else:
         config = GPTConfig(tied=False)
         joint = capture(
-            GPT(config),
-            lambda: (torch.randint(0, 64, (4, 16)), torch.randint(0, 64, (4, 16))),
-            loss_fn=losses,
+            request(
+                GPT(config),
+                lambda: (torch.randint(0, 64, (4, 16)), torch.randint(0, 64, (4, 16))),
+                loss_fn=losses,
+            )
         )
     recorder = Recorder(joint.module)
     recorder.run(*real_inputs(joint))
@@ -239,7 +241,7 @@ def test_operator_without_rule_is_replicated_with_a_warning(fake_mesh):
         def forward(self, x):
             return torch.as_strided(x, (8, 8), (8, 1), 0) * self.w
 
-    joint = capture(Strange(), lambda: torch.randn(8, 8))
+    joint = capture(request(Strange(), lambda: torch.randn(8, 8)))
     with pytest.warns(UserWarning, match=r"no sharding rule for aten\.as_strided.*test_sharding"):
         found = plan(joint, fake_mesh(2))
     assert any("as_strided" in note for note in found.notes)
@@ -300,7 +302,7 @@ class Tiny(torch.nn.Module):
 @pytest.mark.parametrize("rows", [4, 64, 4096])
 @pytest.mark.parametrize("high", [None, 0.5])
 def test_plan_costs_what_brute_force_finds(fake_mesh, rows, high):
-    joint = capture(Tiny(rows), lambda: torch.randn(4, rows))
+    joint = capture(request(Tiny(rows), lambda: torch.randn(4, rows)))
     mesh = fake_mesh(2)
     constraints = Constraints(parameter_high=high)
     settings = search_module._Settings(mesh, H100, Topology((1e9,), (1e-7,)))
@@ -485,7 +487,7 @@ def test_gradients_are_reduced_after_the_cast(fake_mesh):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):
         model = MLP(1024, 4096)
-    joint = capture(model, lambda: torch.randn(16384, 1024), mp_policy=policy)
+    joint = capture(request(model, lambda: torch.randn(16384, 1024), mp_policy=policy))
     mesh = fake_mesh(2)
     spec = ((S0,),)
     constraints = Constraints(spec, spec, parameter_high=0.5)

@@ -11,73 +11,53 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils import _pytree as pytree
 
 from .. import _torch as private
 from ..annotate import capturing
 from ..errors import CaptureError, ConfigError
+from .calling import CallForm, Calling, FlatForward, call_form, noting_types
 from .joint import JointGraph, Port
 from .names import source_line, user_name
 
-_MODEL = "model"  # where `_Step` keeps the user's model
+_MODEL = "model"  # where `FlatForward` keeps the user's model
 _DECOMPOSED = [torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss_backward]
 
 
-@dataclass(frozen=True)
-class ForwardInputs:
-    """Inputs of one forward call, by position and by name; global shapes."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, eq=False)
-class Calling:
-    """How a call of the parallel module becomes the flat list that the graph takes, and back.
+class Request:
+    """What is to be traced, so that the same can be traced again in another mode.
 
     Attributes:
-        parameters, buffers: user names in the order the compiled function takes them.
-        in_spec: pytree of ``(args, kwargs)``.  leaves: traced leaves, fake tensors or plain values.
-        out_spec: pytree of the outputs.
-        module_prefix: path of the user's model inside what was traced.
+        model: over fake tensors, the parameters in the dtype that forward sees.
+        originals: by id of each fake tensor its kind, user name, stored dtype and whether it
+            requires a gradient.
+        form, leaves: of the call; tensors are fake.
+        mp_policy, loss_fn: as the user gave them.
+        fake_mode: that all fake tensors belong to.
     """
 
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
-    in_spec: Any
+    model: torch.nn.Module
+    originals: Mapping[int, _Stored]
+    form: CallForm
     leaves: tuple[Any, ...]
-    out_spec: Any
-    module_prefix: str
+    mp_policy: MixedPrecisionPolicy | None
+    loss_fn: Callable[..., Any] | None
+    fake_mode: Any
 
 
-class _Step(torch.nn.Module):
-    """The user's model with what surrounds it in the graph: casts of inputs and outputs, the loss."""
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        policy: MixedPrecisionPolicy | None,
-        loss_fn: Callable[..., Any] | None,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.input_dtype = policy.param_dtype if policy and policy.cast_forward_inputs else None
-        self.output_dtype = policy.output_dtype if policy else None
-        self.loss_fn = loss_fn
-        self.has_target = loss_fn is not None and _positional(loss_fn) > 1
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        target = args[-1:] if self.has_target else ()
-        args = args[: len(args) - len(target)]
-        out = self.model(*_cast(args, self.input_dtype), **_cast(kwargs, self.input_dtype))
-        out = _cast(out, self.output_dtype)
-        return out if self.loss_fn is None else self.loss_fn(out, *target)
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    kind: str
+    name: str
+    size: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
 
 
 def _positional(fn: Callable[..., Any]) -> int:
@@ -86,57 +66,83 @@ def _positional(fn: Callable[..., Any]) -> int:
     return sum(p.kind in kinds and p.default is p.empty for p in params)
 
 
-def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None:
-        return tree
-
-    def cast(leaf: Any) -> Any:
-        floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if floating else leaf
-
-    return pytree.tree_map(cast, tree)
-
-
-def capture(
+def request(
     model: torch.nn.Module,
     input_fn: Callable[[], Any],
     device_type: str = "cpu",
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
     loss_fn: Callable[..., Any] | None = None,
-) -> JointGraph:
-    """Trace one joint graph of `model` on the inputs that `input_fn` makes.
+) -> Request:
+    """Everything that a trace needs, on fake tensors.
 
     Args:
         model: a single-device module, real or on the meta device; it is left as it is.
-        input_fn: gives a tensor, a tuple, or a `ForwardInputs`, in global shapes.
+        input_fn: gives a tensor, a tuple, or a `ForwardInputs`, in global shapes; on the meta device
+            where real inputs would be too large.
         device_type: the device the graph is for.
         mp_policy: dtypes of parameters in the graph, and of outputs.
         loss_fn: ``loss_fn(output)`` or ``loss_fn(output, target)``, traced into the graph; the last
             positional input is then the target.
 
     Raises:
-        CaptureError: the model has a graph break, an unsupported construct or no gradient.
+        ConfigError: what `input_fn` gives is no input of `model`.
     """
     fake_mode = private.FakeTensorMode(shape_env=private.ShapeEnv(), allow_non_fake_inputs=True)
-    args, kwargs = _fake_inputs(input_fn, fake_mode, device_type)
+    args, kwargs = _inputs(input_fn, model)
+    has_target = loss_fn is not None and _positional(loss_fn) > 1
+    form, leaves = call_form(model.forward, args, kwargs, has_target)
+    if not any(isinstance(x, torch.Tensor) for x in leaves):
+        raise ConfigError(
+            "input_fn gave no tensor: return a tensor, a tuple of inputs or "
+            "ForwardInputs(args, kwargs), in global shapes"
+        )
+    fakes = [_fake_input(x, fake_mode, device_type) for x in leaves]
     originals, traced = _fake_copy(model, fake_mode, device_type, mp_policy)
-    wrapped = mp_policy is not None or loss_fn is not None
-    entry = _Step(traced, mp_policy, loss_fn) if wrapped else traced
-    entry.train(model.training)
+    return Request(traced, originals, form, tuple(fakes), mp_policy, loss_fn, fake_mode)
+
+
+def capture(wanted: Request, training: Sequence[bool] | None = None) -> JointGraph:
+    """Trace one joint graph.
+
+    Args:
+        training: whether each module of the model, in the order of ``modules()``, is in training
+            mode; None as it was when the request was made.
+
+    Raises:
+        CaptureError: the model has a graph break, an unsupported construct or no gradient.
+    """
+    policy = wanted.mp_policy
+    model = copy.deepcopy(wanted.model, {id(t): t for t in _tensors_of(wanted.model)})
+    for module, mode in zip(model.modules(), training or (), strict=bool(training)):
+        module.training = mode
+    entry = FlatForward(
+        model,
+        wanted.form,
+        list(wanted.leaves),
+        policy.param_dtype if policy and policy.cast_forward_inputs else None,
+        policy.output_dtype if policy else None,
+        wanted.loss_fn,
+    )
+    entry.training = model.training
+    tensors = [x for x in wanted.leaves if isinstance(x, torch.Tensor)]
     where = f"while capturing {type(model).__name__}"
     try:
-        with capturing(), torch.enable_grad():
-            graph = private._dynamo_graph_capture_for_export(entry)(*args, **kwargs)
-    except private.TorchDynamoException as error:
+        with capturing(), noting_types() as output_types, torch.enable_grad():
+            graph = private._dynamo_graph_capture_for_export(entry)(*tensors)
+    except (private.TorchDynamoException, AssertionError) as error:
         line = source_line(str(error)) or source_line(_user_frames(error))
         raise CaptureError(
             f"{where}: Dynamo cannot trace the model as one graph, at {line or 'an unknown line'}. "
             f"Remove what it names from forward, or move it out of the model.\n{error}"
         ) from error
-    names = _restore_dtypes(graph, originals, fake_mode)
-    joint = _export_joint(graph, args, kwargs, where)
-    return _describe(joint, names, args, kwargs, _MODEL if wrapped else "")
+    names = _restore_dtypes(graph, wanted.originals, wanted.fake_mode)
+    joint = _export_joint(graph, tensors, where)
+    return _describe(joint, names, wanted, tuple(output_types))
+
+
+def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def _user_frames(error: BaseException) -> str:
@@ -144,34 +150,26 @@ def _user_frames(error: BaseException) -> str:
     return "\n".join(stack.format()) if stack is not None else ""
 
 
-def _fake_inputs(input_fn: Callable[[], Any], fake_mode: Any, device_type: str) -> Any:
-    with fake_mode:
+def _inputs(input_fn: Callable[[], Any], model: torch.nn.Module) -> tuple[Any, Any]:
+    with torch.random.fork_rng(devices=[]):
         made = input_fn()
-    if isinstance(made, ForwardInputs):
-        args, kwargs = tuple(made.args), dict(made.kwargs)
-    elif hasattr(made, "args") and hasattr(made, "kwargs"):
-        args, kwargs = tuple(made.args), dict(made.kwargs)
-    elif isinstance(made, (tuple, list)):
-        args, kwargs = tuple(made), {}
-    else:
-        args, kwargs = (made,), {}
-
-    def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        with fake_mode:
-            new = torch.empty_strided(
-                leaf.size(), leaf.stride(), dtype=leaf.dtype, device=device_type
-            )
-        return new.requires_grad_(leaf.requires_grad)
-
-    args, kwargs = pytree.tree_map(fake, (args, kwargs))
-    if not any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves((args, kwargs))):
+    if hasattr(made, "args") and hasattr(made, "kwargs"):  # ForwardInputs, ours or another's
+        return tuple(made.args), dict(made.kwargs)
+    known = inspect.signature(model.forward).parameters
+    if isinstance(made, dict) and made and all(k in known for k in made):
         raise ConfigError(
-            f"input_fn gave no tensor but {type(made).__name__}: return a tensor, a tuple of inputs "
-            "or ForwardInputs(args, kwargs), in global shapes"
+            f"input_fn gave a dict of {', '.join(made)}, which are arguments of forward: return "
+            "ForwardInputs(kwargs=...) to pass them by name"
         )
-    return args, kwargs
+    return tuple(made) if isinstance(made, (tuple, list)) else (made,), {}
+
+
+def _fake_input(leaf: Any, fake_mode: Any, device_type: str) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    with fake_mode:
+        new = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=device_type)
+    return new.requires_grad_(leaf.requires_grad)
 
 
 def _fake_copy(
@@ -179,10 +177,10 @@ def _fake_copy(
     fake_mode: Any,
     device_type: str,
     policy: MixedPrecisionPolicy | None,
-) -> tuple[dict[int, tuple[str, str, torch.Tensor]], torch.nn.Module]:
-    """The model over fake tensors; by id of each fake tensor its kind, name and stored original."""
+) -> tuple[dict[int, _Stored], torch.nn.Module]:
+    """The model over fake tensors; by id of each fake tensor what is known of its original."""
     memo: dict[int, Any] = {}
-    originals: dict[int, tuple[str, str, torch.Tensor]] = {}
+    originals: dict[int, _Stored] = {}
     named: list[tuple[str, str, torch.Tensor]] = []
     named += [("parameter", n, t) for n, t in model.named_parameters()]
     named += [("buffer", n, t) for n, t in model.named_buffers()]
@@ -195,12 +193,14 @@ def _fake_copy(
         if kind == "parameter":
             fake = torch.nn.Parameter(fake, tensor.requires_grad)
         memo[id(tensor)] = fake
-        originals[id(fake)] = (kind, user_name(name), tensor)
+        originals[id(fake)] = _Stored(
+            kind, user_name(name), tensor.size(), tensor.dtype, tensor.requires_grad
+        )
     return originals, copy.deepcopy(model, memo)
 
 
 def _restore_dtypes(
-    graph: torch.fx.GraphModule, originals: Mapping[int, Any], fake_mode: Any
+    graph: torch.fx.GraphModule, originals: Mapping[int, _Stored], fake_mode: Any
 ) -> dict[str, str]:
     """Give each parameter its stored dtype back, a cast behind it; user names by captured name."""
     names: dict[str, str] = {}
@@ -208,11 +208,12 @@ def _restore_dtypes(
     for target, tensor in tensors:
         if id(tensor) not in originals:
             continue  # a constant of the model that is no registered buffer: found by its own name
-        _, names[target], stored = originals[id(tensor)]
+        stored = originals[id(tensor)]
+        names[target] = stored.name
         if stored.dtype == tensor.dtype:
             continue
         with fake_mode:
-            fake = torch.empty(stored.size(), dtype=stored.dtype, device=tensor.device)
+            fake = torch.empty(stored.size, dtype=stored.dtype, device=tensor.device)
         setattr(graph, target, torch.nn.Parameter(fake, stored.requires_grad))
         for node in [n for n in graph.graph.nodes if n.op == "get_attr" and n.target == target]:
             with graph.graph.inserting_after(node):
@@ -222,26 +223,22 @@ def _restore_dtypes(
     return names
 
 
-def _export_joint(graph: torch.fx.GraphModule, args: Any, kwargs: Any, where: str) -> Any:
+def _export_joint(graph: torch.fx.GraphModule, tensors: list[Any], where: str) -> Any:
     table = torch._decomp.get_decompositions(_DECOMPOSED)  # noqa: TID251 documented entry point
     with contextlib.ExitStack() as stack, torch.enable_grad():
         try:
             return private.aot_export_joint_with_descriptors(
-                stack, graph, args, kwargs, decompositions=table
+                stack, graph, tuple(tensors), {}, decompositions=table
             )
         except RuntimeError as error:
             raise CaptureError(f"{where}: AOTAutograd cannot differentiate it. {error}") from error
 
 
 def _describe(
-    joint: Any, names: Mapping[str, str], args: Any, kwargs: Any, prefix: str
+    joint: Any, names: Mapping[str, str], wanted: Request, output_types: tuple[type, ...]
 ) -> JointGraph:
-    leaves, in_spec = pytree.tree_flatten((args, kwargs))
-    tensor_index, count = {}, 0
-    for i, leaf in enumerate(leaves):
-        tensor_index[i] = count
-        count += isinstance(leaf, torch.Tensor)
-    paths = [pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path((args, kwargs))[0]]
+    paired = zip(wanted.form.names, wanted.leaves, strict=True)
+    inputs = [name for name, leaf in paired if isinstance(leaf, torch.Tensor)]
     module = joint.graph_module
     output = module.graph.output_node()
     descs = output.meta["desc"]
@@ -256,8 +253,7 @@ def _describe(
         if isinstance(desc, private.BufferAOTInput):
             return Port("buffer", names.get(desc.target, desc.target))
         if isinstance(desc, private.PlainAOTInput):
-            # the flat list that AOTAutograd takes holds tensors only where Dynamo lifted them
-            return Port("input", paths[desc.idx], tensor_index[desc.idx])
+            return Port("input", inputs[desc.idx], desc.idx)
         if isinstance(desc, private.TangentAOTInput):
             if isinstance(desc.output, private.PlainAOTOutput):
                 return Port("tangent", f"output[{desc.output.idx}]", out_index[desc.output.idx])
@@ -298,9 +294,9 @@ def _describe(
         calling=Calling(
             parameters=tuple(names.get(n, n) for n in joint.params_spec),
             buffers=tuple(names.get(n, n) for n in joint.buffers_spec),
-            in_spec=in_spec,
-            leaves=tuple(leaves),
-            out_spec=joint.out_spec,
-            module_prefix=prefix,
+            form=wanted.form,
+            leaves=wanted.leaves,
+            output_types=output_types,
+            module_prefix=_MODEL,
         ),
     )

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
+from ..capture.calling import Calling, closed
 from ..capture.joint import JointGraph
 from ..capture.names import user_name
 from ..errors import UsageError
@@ -29,10 +30,9 @@ class Runner:
 
     Attributes:
         compiled: function of local parameters, buffers and inputs.
-        parameters, buffers: user names in the order `compiled` takes them.
-        in_spec, expected: structure of ``(args, kwargs)``, and by leaf the local shape and dtype,
-            or the value that a leaf without a tensor was traced with.
-        global_shapes: by leaf, for messages.
+        calling: names of parameters and buffers, the form of a call, the outputs' dataclasses.
+        expected: by leaf of a call the local shape and dtype, or the value that a leaf without a
+            tensor was traced with.
         output_specs: mesh, placements, shape and stride of each tensor output, in order.
         random_offset: added to the seed of a call so that ranks that hold different parts draw
             different numbers; None where the graph draws none.
@@ -40,38 +40,35 @@ class Runner:
     """
 
     compiled: Callable[..., Any]
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
-    in_spec: Any
+    calling: Calling
     expected: tuple[Any, ...]
     output_specs: tuple[tuple[DeviceMesh, tuple[Placement, ...], Any, Any], ...]
     random_offset: int | None = None
     outputs: Outputs = "local"
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != self.in_spec:
-            raise UsageError(
-                f"the inputs are structured as {spec}; input_fn gave {self.in_spec} when the model "
-                "was captured. Call the parallel module with that structure"
-            )
-        local = [self._checked(i, leaf) for i, leaf in enumerate(leaves)]
-        state = [_local(_lookup(module, n)) for n in (*self.parameters, *self.buffers)]
+        calling = self.calling
+        leaves = [self._checked(i, x) for i, x in enumerate(calling.form.flatten(args, kwargs))]
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        state = [_local(_lookup(module, n)) for n in (*calling.parameters, *calling.buffers)]
         if self.random_offset is None:
-            out = self.compiled(*state, *local)
+            out = self.compiled(*state, *tensors)
         else:
             seed = int(torch.randint(2**31, ()))  # equal on ranks that were seeded alike
-            with torch.random.fork_rng():
+            with _forked_random(state):
                 torch.manual_seed(seed + self.random_offset)
-                out = self.compiled(*state, *local)
-        return self._handed_out(out) if self.outputs == "dtensor" else out
+                out = self.compiled(*state, *tensors)
+        if self.outputs == "dtensor":
+            out = self._handed_out(out)
+        return closed(out, iter(calling.output_types))
 
     def _checked(self, index: int, leaf: Any) -> Any:
         expected = self.expected[index]
+        name = self.calling.form.names[index]
         if not isinstance(expected, _Expected):
             if isinstance(leaf, torch.Tensor) or leaf != expected:
                 raise UsageError(
-                    f"input {index} is {leaf!r}; the model was captured with {expected!r}, which is "
+                    f"input {name} is {leaf!r}; the model was captured with {expected!r}, which is "
                     "part of the graph. Capture it again for another value"
                 )
             return leaf
@@ -79,7 +76,7 @@ class Runner:
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(leaf).__name__
         if shape != expected.shape or value.dtype != expected.dtype:
             raise UsageError(
-                f"input {index} has local shape {shape} and dtype {getattr(value, 'dtype', None)}; "
+                f"input {name} has local shape {shape} and dtype {getattr(value, 'dtype', None)}; "
                 f"this rank's part of the global {expected.global_shape} is {expected.shape}, "
                 f"{expected.dtype}. Pass each rank its own part"
             )
@@ -113,6 +110,12 @@ class _Expected:
         return torch.empty_strided(
             self.shape, self.stride, dtype=value.dtype, device=value.device
         ).copy_(value)
+
+
+def _forked_random(state: list[Any]) -> Any:
+    """The generators of the devices in use are as before when this ends."""
+    devices = {t.device.index for t in state if t.device.type == "cuda"}
+    return torch.random.fork_rng(devices=sorted(devices))
 
 
 def _local(tensor: Any) -> Any:
@@ -195,15 +198,46 @@ def make_runner(
             value = node.meta["val"]
             specs.append((mesh, tuple(placed or ()), value.size(), value.stride()))
     return Runner(
-        compiled, calling.parameters, calling.buffers, calling.in_spec, tuple(expected),
-        tuple(specs), random_offset(joint, plan, mesh), outputs,
-    )  # fmt: skip
+        compiled,
+        calling,
+        tuple(expected),
+        tuple(specs),
+        random_offset(joint, plan, mesh),
+        outputs,
+    )
+
+
+Modes = tuple[bool, ...]
+
+
+def modes_of(model: torch.nn.Module) -> Modes:
+    """Whether each module is in training mode, in the order of ``modules()``."""
+    return tuple(module.training for module in model.modules())
+
+
+class Runners:
+    """One runner for each combination of training modes that was used.
+
+    Dropout and batch norm make another graph of a model in ``eval()``: it is traced at the first
+    call in that mode, with the placements that parameters, inputs and outputs have.
+    """
+
+    def __init__(self, first: Modes, runner: Runner, make: Callable[[Modes], Runner]) -> None:
+        self._made = {first: runner}
+        self._make = make
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        modes = modes_of(module)
+        if modes not in self._made:
+            with torch.inference_mode(False):
+                self._made[modes] = self._make(modes)
+        return self._made[modes](module, args, kwargs)
 
 
 def make_parallel(
-    model: torch.nn.Module, plan: ShardingPlan, mesh: DeviceMesh, runner: Runner
+    model: torch.nn.Module, plan: ShardingPlan, mesh: DeviceMesh, runners: Runners
 ) -> torch.nn.Module:
-    """A copy of `model` whose parameters and buffers are DTensors and whose forward is `runner`.
+    """A copy of `model` whose parameters and buffers are DTensors and whose forward is `runners`.
 
     Real weights are sharded in, rank 0's for all; what is on the meta device stays there until
     ``to_empty`` and ``init_weights``, or a checkpoint. `model` is left as it is.
@@ -220,7 +254,7 @@ def make_parallel(
     base = type(parallel)
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return runner(self, args, kwargs)
+        return runners(self, args, kwargs)
 
     members = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
     init = getattr(base, "init_weights", None)

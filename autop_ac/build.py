@@ -1,0 +1,106 @@
+"""The stages between the captured graph and what runs, in order, under one frozen set of settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from .capture.joint import JointGraph
+from .capture.trace import Request, capture
+from .config import ACConfig, CompileConfig
+from .graph.devices import DeviceSpec, Topology
+from .lowering.compile import compile_local, decompositions, partition_by
+from .recompute.hints import ResolvedHints, resolve_hints
+from .recompute.pipeline import Recompute, plan_recompute
+from .runtime.parallel import Modes, Outputs, Runner, make_runner
+from .sharding.apply import apply_plan
+from .sharding.constraints import Constraints
+from .sharding.plan import Placements, ShardingPlan
+from .sharding.search import search
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything the user set that the stages after capture read."""
+
+    mesh: DeviceMesh
+    ac: ACConfig
+    compile: CompileConfig
+    device: DeviceSpec
+    topology: Topology
+    mp_policy: MixedPrecisionPolicy | None = None
+    reshard_after_forward: bool = True
+    outputs: Outputs = "local"
+
+    def search(self, joint: JointGraph, constraints: Constraints) -> ShardingPlan:
+        """The placement of every tensor that takes least time within the constraints."""
+        return search(
+            joint,
+            self.mesh,
+            constraints,
+            device=self.device,
+            topology=self.topology,
+            reduce_dtype=self.mp_policy.reduce_dtype if self.mp_policy else None,
+            reshard_after_forward=self.reshard_after_forward,
+        )
+
+    def lower(
+        self, joint: JointGraph, hints: ResolvedHints, plan: ShardingPlan
+    ) -> tuple[Recompute, Runner]:
+        """The shard pass, the recompute plan, the partition, and what runs."""
+        backend = self.compile.backend
+        local = apply_plan(joint, plan, self.mesh, decompositions(backend))
+        recompute = plan_recompute(
+            local,
+            hints,
+            self.ac,
+            self.device,
+            self.topology,
+            self.mesh,
+            self.reshard_after_forward,
+        )
+        compiled = compile_local(joint, local.module, partition_by(recompute), backend)
+        return recompute, make_runner(joint, local, plan, self.mesh, compiled, self.outputs)
+
+    def lower_in_modes(
+        self, wanted: Request, traced: JointGraph, plan: ShardingPlan, modes: Modes
+    ) -> Runner:
+        """The same model in other training modes, between the same placements.
+
+        Args:
+            wanted: what was traced.  traced, plan: its graph and plan.
+            modes: whether each module is in training mode.
+        """
+        joint = capture(wanted, modes)
+        constraints = Constraints(
+            inputs=_by_index(plan, traced, "input"),
+            outputs=_outputs(plan, traced),
+            nodes={
+                name: plan.parameters[port.name]
+                for name, port in joint.placeholders.items()
+                if port.kind in ("parameter", "buffer") and port.name in plan.parameters
+            },
+        )
+        hints = resolve_hints(joint.module, joint.placeholders)
+        return self.lower(joint, hints, self.search(joint, constraints))[1]
+
+
+def _by_index(plan: ShardingPlan, joint: JointGraph, kind: str) -> tuple[Placements | None, ...]:
+    ports = {name: p for name, p in joint.placeholders.items() if p.kind == kind}
+    found = {p.index: plan.choices[name].outputs[0] for name, p in ports.items()}
+    return tuple(found[i] for i in sorted(found))
+
+
+def _outputs(plan: ShardingPlan, joint: JointGraph) -> tuple[Placements | None, ...]:
+    output = joint.module.graph.output_node()
+    ports = [
+        p
+        for p, r in zip(joint.results, output.args[0], strict=True)
+        if p is not None and isinstance(r, torch.fx.Node)
+    ]
+    placed = zip(ports, plan.choices[output.name].inputs, strict=True)
+    found = {p.index: placements for p, placements in placed if p.kind == "output"}
+    return tuple(found[i] for i in sorted(found))

@@ -1,0 +1,146 @@
+"""The parallel module behaves as the user's: training modes, dropout, batch norm."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn import functional as F
+
+from autop_ac import AutoParallel, ac_region, fake_mesh, launch
+from autop_ac.lowering import compile as compile_module
+
+
+class Moody(torch.nn.Module):
+    """Everything that train() and eval() change."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+        self.drop = torch.nn.Dropout(0.5)
+        self.last = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(self.drop(self.first(x)))
+
+
+def parallelized(model, inputs, backend="eager", mesh=None, **ac):
+    ap = AutoParallel(model, inputs, mesh or fake_mesh((1,)))
+    with ap.configure_compile(backend).configure_ac(**ac):
+        ap.add_parameter_memory_constraint()
+        return ap.apply_placement(ap.optimize_placement())
+
+
+def test_eval_and_train_are_those_of_the_model():
+    model = Moody()
+    parallel = parallelized(model, lambda: torch.randn(16, 8))
+    x = torch.randn(16, 8)
+    for _ in range(3):
+        parallel(x).sum().backward()
+    norm = parallel.first[1]
+    before = norm.running_mean.full_tensor().clone()
+    assert before.abs().sum() > 0
+    model.load_state_dict({k: v.full_tensor() for k, v in parallel.state_dict().items()})
+    model.eval()
+    parallel.eval()
+    with torch.no_grad():
+        assert torch.allclose(parallel(x), model(x), atol=1e-6)
+    with torch.inference_mode():
+        assert torch.allclose(parallel(x), model(x), atol=1e-6)
+    assert torch.equal(norm.running_mean.full_tensor(), before)
+    parallel.train()
+    assert (parallel(x) == parallel(x)).float().mean() < 0.5
+    assert not torch.equal(norm.running_mean.full_tensor(), before)
+
+
+def test_a_part_in_eval_mode_is_in_eval_mode_and_has_gradients():
+    model = Moody()
+    parallel = parallelized(model, lambda: torch.randn(16, 8))
+    x = torch.randn(16, 8)
+    for module in (model, parallel):
+        module.first.eval()
+        module.drop.eval()
+    loss = parallel(x).square().sum()
+    loss.backward()
+    model(x).square().sum().backward()
+    for (name, a), b in zip(parallel.named_parameters(), model.parameters(), strict=True):
+        assert torch.allclose(a.grad.full_tensor(), b.grad, atol=1e-5), name
+
+
+def test_a_mode_is_traced_once(monkeypatch):
+    made = []
+    real = compile_module.partition
+    monkeypatch.setattr(
+        compile_module, "partition", lambda *a, **k: made.append(1) or real(*a, **k)
+    )
+    parallel = parallelized(Moody(), lambda: torch.randn(16, 8))
+    x = torch.randn(16, 8)
+    for mode in (True, False, True, False):
+        parallel.train(mode)
+        parallel(x)
+    assert len(made) == 2
+
+
+class Masked(torch.nn.Module):
+    """Its output shows the mask of forward, its gradient the one of backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        with ac_region():
+            out = torch.sigmoid(x * self.weight * 2)  # something to recompute
+            return F.dropout(out, 0.5) * 1.0
+
+
+def masks(shape, backend, ac):
+    """This rank's coordinate and mask, and whether its gradient shows the same mask."""
+    torch.manual_seed(5)
+    axes = ("dp", "tp")[: len(shape)]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    batch = (Shard(0), *[Replicate()] * (len(shape) - 1))
+    ap = AutoParallel(Masked(), lambda: torch.ones(8, 64), mesh)
+    with ap.configure_ac(**ac).configure_compile(backend):
+        ap.add_input_constraints([batch])
+        ap.add_output_constraints([batch])
+        ap.add_parameter_memory_constraint()
+        parallel = ap.apply_placement(ap.optimize_placement())
+    x = torch.ones(8 // shape[0], 64)
+    found = []
+    for _ in range(2):
+        parallel.zero_grad()
+        out = parallel(x)
+        out.sum().backward()
+        kept = (out != 0).float()
+        every = torch.zeros(shape[0], *kept.shape)
+        every[mesh.get_coordinate()[0]] = kept
+        torch.distributed.all_reduce(every, group=mesh.get_group(0))
+        slope = 2 * 2 * torch.sigmoid(torch.tensor(2.0)) * (1 - torch.sigmoid(torch.tensor(2.0)))
+        expected = every.sum((0, 1)) * slope
+        found.append((kept, torch.allclose(parallel.weight.grad.full_tensor(), expected, 1e-5)))
+    return tuple(mesh.get_coordinate()), found
+
+
+@pytest.mark.parametrize(
+    ("shape", "backend", "ac"),
+    [
+        ((2,), "eager", {"enable": False}),
+        ((2,), "eager", {"stage_size": None}),
+        ((2,), "inductor", {"stage_size": None}),
+        ((2, 2), "eager", {}),
+    ],
+    ids=str,
+)
+def test_dropout_is_equal_where_replicated_independent_where_sharded_and_the_same_in_backward(
+    shape, backend, ac
+):
+    by_coordinate = dict(launch(masks, torch.Size(shape).numel(), shape, backend, ac))
+    for found in by_coordinate.values():
+        assert all(same for _, same in found)
+        first, second = (kept for kept, _ in found)
+        assert 0.3 < first.mean() < 0.7
+        assert not torch.equal(first, second)
+    for a, (of_a, *_) in by_coordinate.items():
+        for b, (of_b, *_) in by_coordinate.items():
+            if a < b:
+                assert torch.equal(of_a[0], of_b[0]) == (a[0] == b[0]), (a, b)

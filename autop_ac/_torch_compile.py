@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.subclass_utils import create_subclass_meta
 from torch._functorch.aot_autograd import (
     aot_compile_joint_with_descriptors,
@@ -17,6 +18,17 @@ from torch._functorch.aot_autograd import (
 from torch._inductor import config as inductor_config
 from torch._inductor import decomposition, inductor_prims
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.custom_graph_pass import get_custom_graph_passes
+
+
+def inductor_joint_passes(enabled: bool) -> list[Callable[..., Any]]:
+    """The user's passes of Inductor over the joint graph, in order."""
+    if not enabled:
+        return []
+    return [
+        *get_custom_graph_passes(inductor_config.joint_custom_pre_pass),
+        *get_custom_graph_passes(inductor_config.joint_custom_post_pass),
+    ]
 
 
 def select_decomp_table() -> dict[Any, Callable[..., Any]]:
@@ -62,5 +74,7 @@ __all__ = [
     "boxed_nop_preserve_node_meta",
     "compile_fx_inner",
     "create_subclass_meta",
+    "functorch_config",
+    "inductor_joint_passes",
     "select_decomp_table",
 ]

@@ -13,6 +13,7 @@ from .capture.trace import Request, capture
 from .config import ACConfig, CompileConfig
 from .graph.devices import DeviceSpec, Topology
 from .lowering.compile import compile_local, decompositions, partition_by
+from .lowering.hooks import run_user_passes, user_passes_done
 from .recompute.hints import ResolvedHints, resolve_hints
 from .recompute.pipeline import Recompute, plan_recompute
 from .runtime.parallel import Modes, Outputs, Runner, make_runner
@@ -53,6 +54,7 @@ class Settings:
         """The shard pass, the recompute plan, the partition, and what runs."""
         backend = self.compile.backend
         local = apply_plan(joint, plan, self.mesh, decompositions(backend))
+        local = run_user_passes(local, joint, backend)
         recompute = plan_recompute(
             local,
             hints,
@@ -62,7 +64,8 @@ class Settings:
             self.mesh,
             self.reshard_after_forward,
         )
-        compiled = compile_local(joint, local.module, partition_by(recompute), backend)
+        with user_passes_done():
+            compiled = compile_local(joint, local.module, partition_by(recompute), backend)
         return recompute, make_runner(joint, local, plan, self.mesh, compiled, self.outputs)
 
     def lower_in_modes(

@@ -1,13 +1,12 @@
 """Bad use is refused with an error of ours before anything runs, and leaves torch as it was."""
 
-import copy
-
 import pytest
 import torch
 from torch.distributed.tensor import Shard
 
 import autop_ac
 from autop_ac import AutoParallel, CaptureError, ConfigError, UsageError, fake_mesh
+from tests.test_settings import settings
 
 
 class Small(torch.nn.Module):
@@ -37,17 +36,6 @@ def inputs():
 @pytest.fixture
 def mesh():
     return fake_mesh((2,))
-
-
-def settings():
-    """Everything of torch's compiler settings that we might touch."""
-    import torch._dynamo.config
-    import torch._functorch.config
-    import torch._inductor.config
-
-    configs = (torch._dynamo.config, torch._functorch.config, torch._inductor.config)
-    values = [copy.deepcopy(c.get_config_copy()) for c in configs]
-    return values, set(torch.fx.node._side_effectful_functions)
 
 
 def parallelize(model, mesh, **ac):

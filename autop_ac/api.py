@@ -107,6 +107,15 @@ class AutoParallel:
         else:
             if config is not None:
                 settings["enable"] = config
+            known = [f.name for f in dataclasses.fields(ACConfig) if f.init]
+            for name in settings:
+                if name not in known:
+                    near = difflib.get_close_matches(name, known, n=1)
+                    raise ConfigError(
+                        f"configure_ac has no setting {name!r}"
+                        + (f"; did you mean {near[0]}?" if near else "")
+                        + f" Settings are {', '.join(known)}"
+                    )
             self._ac = ACConfig(**settings)
         return self
 
@@ -218,6 +227,9 @@ class AutoParallel:
 
     def optimize_placement(self, verbose: bool = False) -> ShardingPlan:
         """Search the placement of every tensor that takes least time within the constraints.
+
+        Args:
+            verbose: log the plan, as a table, at level INFO of the logger "autop_ac" (else DEBUG).
 
         Raises:
             InfeasibleError: no plan satisfies the constraints; they are named.

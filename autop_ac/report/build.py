@@ -247,6 +247,8 @@ def _reasons(
             action = "save"
         elif not again.isdisjoint(members):
             action = "recompute"
+            if decision.action == "save":
+                origin, reason = "default", "a view, made again for nothing"
         else:
             action = UNREAD
             # a hint that changes nothing is named; else one line for all of these

@@ -16,6 +16,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
+from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import (
     aot_compile_joint_with_descriptors,
     aot_export_joint_with_descriptors,
@@ -27,6 +28,14 @@ from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+# results that AOTAutograd makes again as views of something after each call
+VIEW_OUTPUTS = (
+    OutputType.alias_of_input,
+    OutputType.alias_of_intermediate,
+    OutputType.alias_of_intermediate_save_as_output,
+    OutputType.alias_of_intermediate_base_is_user_output,
+)
 
 sharding_propagator = DTensor._op_dispatcher.sharding_propagator
 
@@ -41,6 +50,7 @@ __all__ = [
     "PlainAOTInput",
     "PlainAOTOutput",
     "ShapeEnv",
+    "VIEW_OUTPUTS",
     "TangentAOTInput",
     "TensorMeta",
     "TorchDynamoException",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from autop_ac import AutoParallel, ac_region, fake_mesh, launch
@@ -144,3 +144,78 @@ def test_dropout_is_equal_where_replicated_independent_where_sharded_and_the_sam
         for b, (of_b, *_) in by_coordinate.items():
             if a < b:
                 assert torch.equal(of_a[0], of_b[0]) == (a[0] == b[0]), (a, b)
+
+
+VIEWS = {
+    "of an input": lambda x, h: (h, x.view(-1, 2)),
+    "of another output": lambda x, h: (h, h.view(-1, 2)),
+    "two of one tensor": lambda x, h: (h[:, :4], h[:, 4:].unflatten(1, (2, 2))),
+    "the input": lambda x, h: (h, x),
+    "detached": lambda x, h: (h, h.detach()),
+}
+
+
+class GivesViews(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.kind = kind
+
+    def forward(self, x):
+        return VIEWS[self.kind](x, self.linear(x))
+
+
+def views():
+    """Outputs and gradients of each kind, on this rank, against the single-process model."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    rank = mesh.get_rank()
+    for kind in VIEWS:
+        torch.manual_seed(0)
+        model, x = GivesViews(kind), torch.randn(4, 8)
+        ap = AutoParallel(model, lambda: torch.randn(4, 8), mesh).configure_compile("eager")
+        with ap:
+            ap.add_output_constraints([(Shard(0),), (Shard(0),)])
+            ap.add_parameter_memory_constraint()
+            parallel = ap.apply_placement(ap.optimize_placement())
+        got, expected = parallel(x.chunk(2)[rank]), model(x)
+        for a, b in zip(got, expected, strict=True):
+            assert a.shape == b.chunk(2)[rank].shape, kind
+            assert torch.allclose(a, b.chunk(2)[rank], atol=1e-6), kind
+        sum(t.square().sum() for t in got).backward()
+        sum(t.square().sum() for t in expected).backward()
+        for a, b in zip(parallel.parameters(), model.parameters(), strict=True):
+            assert torch.allclose(a.grad.full_tensor(), b.grad, atol=1e-5), kind
+
+
+def test_outputs_that_are_views_have_local_shapes_and_the_models_values_and_gradients():
+    launch(views, 2)
+
+
+def padded(way):
+    """A mean over targets of which one rank has more: loss in the graph, or DTensor outputs."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model, x = torch.nn.Linear(4, 4), torch.randn(8, 4)
+    y = torch.tensor([0, -100, -100, -100, 1, 2, 3, 0])
+    inputs = (lambda: (x, y)) if way == "loss_fn" else (lambda: x)
+    loss_fn = F.cross_entropy if way == "loss_fn" else None
+    ap = AutoParallel(model, inputs, mesh, loss_fn=loss_fn).configure_compile("eager")
+    with ap:
+        plan = ap.optimize_placement()
+        parallel = ap.apply_placement(plan, outputs="local" if loss_fn else "dtensor")
+    own, target = x.chunk(2)[mesh.get_rank()], y.chunk(2)[mesh.get_rank()]
+    expected = F.cross_entropy(model(x), y)
+    expected.backward()
+    if loss_fn:
+        loss = parallel(own, target)
+        assert torch.allclose(loss, expected)
+    else:
+        loss = F.cross_entropy(parallel(own), DTensor.from_local(target, mesh, (Shard(0),)))
+    loss.backward()
+    for a, b in zip(parallel.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(a.grad.full_tensor(), b.grad, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["loss_fn", "dtensor"])
+def test_a_padded_batch_gives_the_gradients_of_the_whole_batch(way):
+    launch(padded, 2, way)

@@ -224,6 +224,24 @@ def _restore_dtypes(
 
 
 def _export_joint(graph: torch.fx.GraphModule, tensors: list[Any], where: str) -> Any:
+    joint = _exported(graph, tensors, where)
+    infos = joint._aot_state.fw_metadata.output_info
+    views = [i for i, info in enumerate(infos) if info.output_type in private.VIEW_OUTPUTS]
+    if not views:
+        return joint
+    # AOTAutograd would make these views again after each call, with the global sizes that it saw
+    output = graph.graph.output_node()
+    (results,) = output.args
+    for i in views:
+        with graph.graph.inserting_before(output):
+            copied = graph.graph.call_method("clone", (results[i],))
+        results = (*results[:i], copied, *results[i + 1 :])
+    output.args = (results,)
+    graph.recompile()
+    return _exported(graph, tensors, where)
+
+
+def _exported(graph: torch.fx.GraphModule, tensors: list[Any], where: str) -> Any:
     table = torch._decomp.get_decompositions(_DECOMPOSED)  # noqa: TID251 documented entry point
     with contextlib.ExitStack() as stack, torch.enable_grad():
         try:

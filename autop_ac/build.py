@@ -53,7 +53,7 @@ class Settings:
     ) -> tuple[Recompute, Runner]:
         """The shard pass, the recompute plan, the partition, and what runs."""
         backend = self.compile.backend
-        local = apply_plan(joint, plan, self.mesh, decompositions(backend))
+        local = apply_plan(joint, plan, self.mesh, decompositions(joint, backend))
         local = run_user_passes(local, joint, backend)
         recompute = plan_recompute(
             local,

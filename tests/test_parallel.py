@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from autop_ac import AutoParallel, ac_region, fake_mesh, launch
+from autop_ac.graph.random import random_nodes
 from autop_ac.lowering import compile as compile_module
 
 
@@ -144,6 +145,66 @@ def test_dropout_is_equal_where_replicated_independent_where_sharded_and_the_sam
         for b, (of_b, *_) in by_coordinate.items():
             if a < b:
                 assert torch.equal(of_a[0], of_b[0]) == (a[0] == b[0]), (a, b)
+
+
+class Twice(torch.nn.Module):
+    """One dropout that is sharded along both axes, one along the first alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        x = x * self.weight
+        return F.dropout(x, 0.5), F.dropout(x, 0.5)
+
+
+def mixed_masks(backend):
+    torch.manual_seed(5)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    batch = (Shard(0), Replicate())
+    ap = AutoParallel(Twice(), lambda: torch.ones(8, 64), mesh).configure_compile(backend)
+    with ap:
+        ap.add_input_constraints([batch])
+        ap.add_output_constraints([batch, batch])
+        first, second = random_nodes(ap._joint.module.graph)
+        ap.sharding_optimizer.add_node_constraint(first, (Shard(0), Shard(1)))
+        ap.sharding_optimizer.add_node_constraint(second, batch)
+        parallel = ap.apply_placement(ap.optimize_placement())
+    first, second = parallel(torch.ones(4, 64))
+    return tuple(mesh.get_coordinate()), first != 0, second != 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_two_dropouts_may_be_sharded_along_different_axes(backend):
+    found = {c: (a, b) for c, a, b in launch(mixed_masks, 4, backend)}
+    for which in (0, 1):
+        for dp in (0, 1):
+            assert torch.equal(found[dp, 0][which], found[dp, 1][which])
+        assert not torch.equal(found[0, 0][which], found[1, 0][which])
+    # the parts along the second axis are drawn independently, and the two masks too
+    halves = found[0, 0][0].chunk(2, 1)
+    assert not torch.equal(*halves)
+    assert not torch.equal(*found[0, 0])
+
+
+class Permuted(torch.nn.Module):
+    """`randperm` draws from the generator: PyTorch has no decomposition of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = x[:, torch.randperm(8)]
+        return F.dropout(self.linear(x), 0.5)
+
+
+def test_a_graph_with_an_operator_that_draws_by_itself_draws_from_the_generator():
+    model = Permuted()
+    parallel = parallelized(model, lambda: torch.randn(16, 8))
+    out = parallel(torch.randn(16, 8))
+    assert 0.2 < (out == 0).float().mean() < 0.8
 
 
 VIEWS = {

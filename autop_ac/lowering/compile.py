@@ -16,6 +16,7 @@ import torch
 
 from .. import _torch_compile as private
 from ..capture.joint import JointGraph
+from ..graph.random import random_decompositions
 from ..recompute.pipeline import Recompute
 from .partition import partition
 
@@ -23,9 +24,18 @@ Backend = Literal["eager", "inductor"]
 Partition = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
 
 
-def decompositions(backend: Backend) -> Mapping[Any, Callable[..., Any]]:
-    """What must be decomposed before the recompute part sees the graph."""
-    return private.select_decomp_table() if backend == "inductor" else {}
+def decompositions(joint: JointGraph, backend: Backend) -> Mapping[Any, Callable[..., Any]]:
+    """What must be decomposed before the recompute part sees the graph: random operators, by seed.
+
+    Inductor has the rest of its own decompositions too. A user's ``fallback_random`` asks for the
+    numbers that PyTorch draws by itself, and gets them.
+    """
+    table = private.select_decomp_table()
+    inductor = backend == "inductor"
+    known = table if inductor else {}
+    if private.inductor_config.fallback_random and inductor:
+        return known
+    return {**known, **random_decompositions(joint.module.graph, table, inductor)}
 
 
 def compile_local(

@@ -17,7 +17,7 @@ from ..capture.calling import Calling, closed
 from ..capture.joint import JointGraph
 from ..capture.names import user_name
 from ..errors import UsageError
-from ..graph.collect import draws_random
+from ..graph.random import draws_from_seeds, random_nodes, rank_offset, sharded_axes
 from ..sharding.apply import LocalGraph, local_shape
 from ..sharding.plan import ShardingPlan
 
@@ -136,33 +136,31 @@ def _unwrapped(module: Any) -> Any:
     return module
 
 
-def random_offset(joint: JointGraph, plan: ShardingPlan, mesh: DeviceMesh) -> int | None:
-    """This rank's number among those that must draw independently; None if nothing is drawn.
+def random_offset(
+    joint: JointGraph, local: LocalGraph, plan: ShardingPlan, mesh: DeviceMesh
+) -> int | None:
+    """What is added to the seed of a call on this rank; None if nothing is drawn.
 
-    Random values are equal along mesh axes where they are replicated and independent along those
-    where they are sharded. One seed per call serves when all random operators agree on those axes.
+    Where all is drawn from seeds in the graph, these hold the offset of each operator. Otherwise one
+    offset serves when all random operators are sharded along the same axes.
 
     Raises:
         UsageError: one random operator is sharded along an axis where another is replicated.
     """
-    axes: dict[frozenset[int], str] = {}
-    for node in joint.module.graph.nodes:
-        if node.op == "call_function" and draws_random(node):
-            placed = next(p for p in plan.choices[node.name].outputs if p is not None)
-            axes[frozenset(i for i, p in enumerate(placed) if p.is_shard())] = node.name
-    if not axes:
+    drawn = random_nodes(joint.module.graph)
+    if not drawn:
         return None
+    if draws_from_seeds(local.module.graph):
+        return 0
+    outputs = {node.name: plan.choices[node.name].outputs for node in drawn}
+    axes = {sharded_axes(placed): name for name, placed in outputs.items()}
     if len(axes) > 1:
         raise UsageError(
-            f"random operators {sorted(axes.values())} are sharded along different mesh axes, which "
-            "cannot be replayed from one seed yet: give them one placement with add_node_constraint"
+            f"random operators {sorted(axes.values())} are sharded along different mesh axes, and not "
+            "all of this graph can draw from seeds of their own: give them one placement with "
+            "sharding_optimizer.add_node_constraint"
         )
-    (sharded,) = axes
-    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
-    offset = 0
-    for axis in sorted(sharded):
-        offset = offset * mesh.size(axis) + coordinate[axis]
-    return offset
+    return rank_offset(mesh, next(iter(outputs.values())))
 
 
 def make_runner(
@@ -202,7 +200,7 @@ def make_runner(
         calling,
         tuple(expected),
         tuple(specs),
-        random_offset(joint, plan, mesh),
+        random_offset(joint, local, plan, mesh),
         outputs,
     )
 

@@ -27,6 +27,8 @@ from .. import _torch as private
 from ..capture.joint import JointGraph, Port
 from ..capture.names import module_path, source_line
 from ..errors import AutopACError
+from ..graph.collect import draws_random
+from ..graph.random import drawn_with_offset, rank_offset
 from .plan import Placements, ShardingPlan
 
 _TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
@@ -168,7 +170,8 @@ class _Sharder:
 
         args, kwargs = pytree.tree_map(local, (tuple(node.args), dict(node.kwargs)))
         args = self._local_sizes(node, args, choice.outputs)
-        with self._recorded_as(node, origin=node.name):
+        offset = rank_offset(self.mesh, choice.outputs) if draws_random(node) else 0
+        with self._recorded_as(node, origin=node.name), drawn_with_offset(offset):
             result = node.target(*args, **kwargs)
         self._check(node, result, choice.outputs)
         return result

@@ -1,8 +1,9 @@
 """Worker processes from a script, and meshes of devices that are not there.
 
-Workers are started by `spawn`: each is a new interpreter that imports the script (as ``__mp_main__``, so
-that what stands under ``if __name__ == "__main__":`` does not run) and talks to the parent through a
-pipe of its own. What is sent is pickled by value, tensors too, because a tensor in shared memory would
+Workers are forked from a server process that has done nothing but import this package, which takes
+seconds (where there is no such server, by `spawn`). Each imports the script (as ``__mp_main__``, so that
+what stands under ``if __name__ == "__main__":`` does not run), takes over the environment variables that
+its parent has at the time of the call, and talks to the parent through a pipe of its own. What is sent is pickled by value, tensors too, because a tensor in shared memory would
 be gone when the worker that made it ends before the parent has looked.
 """
 
@@ -94,14 +95,14 @@ def launch(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float = 60
             '`if __name__ == "__main__":`'
         )
     call = _pickled(fn, args)
-    context = multiprocessing.get_context("spawn")
+    context = _context()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         pipes = [context.Pipe(duplex=False) for _ in range(nproc)]
         workers = [
             context.Process(
                 target=_worker,
-                args=(call, store, rank, nproc, timeout_s, pipes[rank][1]),
+                args=(call, dict(os.environ), store, rank, nproc, timeout_s, pipes[rank][1]),
                 daemon=True,
             )
             for rank in range(nproc)
@@ -115,6 +116,14 @@ def launch(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float = 60
             _stop([w for w in workers if w.pid is not None])
             for receiver, _ in pipes:
                 receiver.close()
+
+
+def _context() -> Any:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["autop_ac"])
+    return context
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -193,9 +202,17 @@ def _stop(workers: Sequence[Any], grace_s: float = 5.0) -> None:
 
 
 def _worker(
-    call: bytes, store: str, rank: int, nproc: int, timeout_s: float, sender: Connection
+    call: bytes,
+    environment: dict[str, str],
+    store: str,
+    rank: int,
+    nproc: int,
+    timeout_s: float,
+    sender: Connection,
 ) -> None:
     """The main function of a worker process: answers once, and before it leaves the group."""
+    os.environ.clear()
+    os.environ.update(environment)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // nproc))
     try:

@@ -74,3 +74,13 @@ def test_an_exception_leaves_the_profiler_usable():
     with measure_memory() as memory:
         kept = floats(10)
     assert memory.peak_bytes == kept.nbytes
+
+
+def test_what_an_earlier_block_allocated_does_not_count_when_it_is_released_in_a_later_one():
+    with measure_memory():
+        held = torch.zeros(1 << 20)
+    with measure_memory() as memory:
+        del held
+        kept = torch.zeros(1 << 10)
+    assert memory.end_bytes == kept.nbytes
+    assert min(memory.live) >= 0

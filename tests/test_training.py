@@ -8,7 +8,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autop_ac import AutoParallel, launch, measure_memory
+from autop_ac import AutoParallel, ac_region, launch, measure_memory
 from tests.gpt import GPT, GPTConfig, HintedGPT, mean_loss
 
 CONFIG = GPTConfig(vocab_size=64, dim=32, heads=4, layers=2, context=16)
@@ -19,6 +19,7 @@ POLICIES = {
     "staged": ({"stage_size": "auto"}, GPT),
     "hinted": ({"stage_size": None}, HintedGPT),
 }
+LOSSES = ("local", "dtensor", "loss_fn")
 
 
 def tokens():
@@ -127,10 +128,9 @@ def train_each(shape, cases):
             raise
 
 
-@pytest.mark.parametrize("loss_way", ["local", "dtensor", "loss_fn"])
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
-def test_gradients_and_losses_are_the_single_process_ones_run_node_by_node(shape, loss_way):
-    cases = [(policy, "eager", loss_way) for policy in POLICIES]
+def test_gradients_and_losses_are_the_single_process_ones_run_node_by_node(shape):
+    cases = [(policy, "eager", way) for policy in POLICIES for way in LOSSES]
     launch(train_each, math.prod(shape), shape, cases)
 
 
@@ -140,28 +140,59 @@ def test_gradients_and_losses_are_the_single_process_ones_under_inductor(shape):
     launch(train_each, math.prod(shape), shape, cases)
 
 
-def peaks(ac):
-    """Predicted and measured peak bytes of a step, eager.
+class RecomputedGPT(GPT):
+    """Everything in the blocks is recomputed."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            with ac_region():
+                x = block(x)
+        return self.head(x)
+
+
+MEASURED = {**POLICIES, "everything recomputed": ({"stage_size": None}, RecomputedGPT)}
+
+
+def memory():
+    """By policy: predicted and measured peak, predicted and measured bytes kept, of a step.
 
     One process: gloo's own threads let go of gathered weights at a time of their choosing.
     """
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    return {name: memory_of_a_step(mesh, *policy) for name, policy in MEASURED.items()}
+
+
+def memory_of_a_step(mesh, ac, model_class):
     config = GPTConfig(vocab_size=256, dim=64, heads=4, layers=4, context=64)
 
     def inputs():
         return torch.randint(256, (16, 64)), torch.randint(256, (16, 64))
 
-    ap = AutoParallel(HintedGPT(config), inputs, mesh, loss_fn=mean_loss)
+    ap = AutoParallel(model_class(config), inputs, mesh, loss_fn=mean_loss)
     with ap.configure_ac(**ac).configure_compile("eager"):
         parallel = ap.apply_placement(ap.optimize_placement())
     x, y = inputs()
-    with measure_memory() as memory:
-        parallel(x, y).backward()
+    with measure_memory() as measured:
+        loss = parallel(x, y)
+        measured.mark("end of forward")
+        loss.backward()
     static = sum(p.to_local().numel() * p.element_size() for p in parallel.parameters())
-    return ap.ac_report.peak_bytes, static + memory.peak_bytes
+    report = ap.ac_report
+    return (
+        (report.peak_bytes, static + measured.peak_bytes),
+        (report.kept_bytes, measured.kept_bytes),
+    )
 
 
-@pytest.mark.parametrize("ac", [{"enable": False}, {"stage_size": "auto"}, {"stage_size": None}])
-def test_the_predicted_peak_is_within_five_percent_of_the_measured_one(ac):
-    predicted, measured = launch(peaks, 1, ac)[0]
-    assert abs(predicted - measured) <= 0.05 * measured
+def test_predicted_bytes_are_within_five_percent_of_the_measured_ones_and_order_the_policies():
+    (found,) = launch(memory, 1)
+    for policy, ((peak, measured_peak), (kept, measured_kept)) in found.items():
+        assert abs(peak - measured_peak) <= 0.05 * measured_peak, policy
+        assert abs(kept - measured_kept) <= 0.05 * measured_kept, policy
+    kept = {policy: kept for policy, (_, (_, kept)) in found.items()}
+    assert kept["off"] > kept["hinted"] > kept["everything recomputed"]
+    assert kept["off"] > kept["staged"]
+    peak = {policy: peak for policy, ((_, peak), _) in found.items()}
+    assert peak["off"] > peak["hinted"]
+    assert peak["off"] > peak["staged"]

@@ -84,19 +84,27 @@ def measure_memory() -> Iterator[MeasuredMemory]:
 
 
 def _fill(measured: MeasuredMemory, roots: Iterable[Any]) -> None:
-    events: list[tuple[int, int, str]] = []
+    events: list[tuple[int, int, int, str]] = []
     stack = list(roots)
     while stack:
         event = stack.pop()
         stack.extend(event.children)
         if str(event.tag).endswith("Allocation"):
-            if event.extra_fields.device == torch.device("cpu"):
-                events.append((event.start_time_ns, event.extra_fields.alloc_size, ""))
+            fields = event.extra_fields
+            if fields.device == torch.device("cpu"):
+                events.append((event.start_time_ns, fields.ptr, fields.alloc_size, ""))
         elif event.name.startswith(_MARK):
-            events.append((event.start_time_ns, 0, event.name.removeprefix(_MARK)))
+            events.append((event.start_time_ns, 0, 0, event.name.removeprefix(_MARK)))
     alive = 0
     live = []
-    for _, size, name in sorted(events, key=lambda e: e[0]):
+    own: set[int] = set()  # an earlier block's allocation may be released in this one
+    for _, address, size, name in sorted(events, key=lambda e: e[0]):
+        if size > 0:
+            own.add(address)
+        elif size < 0 and address not in own:
+            continue
+        else:
+            own.discard(address)
         alive += size
         live.append(alive)
         if name:

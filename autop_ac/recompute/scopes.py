@@ -1,0 +1,181 @@
+"""Scopes: which nodes of the captured graph were entered together, and what is asked of each.
+
+A *scope* is one entry of an `ac_region`, or one region of `torch.utils.checkpoint`. Of the scopes
+that hold a node the innermost speaks first. What enters a scope that recomputes is kept, as a
+checkpoint keeps its inputs: this is weaker than an operator that the user named, and than a scope
+around both, but stronger than "recompute the rest" of the scope before it. Without that, a model
+whose every layer is a region would be recomputed from its first layer on, all at once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..annotate import REGION_PREFIX, RegionSpec, read_annotation
+from ..policies import Selector
+from .plan import Action, Origin, Wish
+
+_CHECKPOINT = "torch.utils.checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWish(Wish):
+    """A wish read from tags of `torch.utils.checkpoint`, which stays when AC of ours is off."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """Nodes that were entered together, and what is asked of each.
+
+    Attributes:
+        nodes: names of its nodes, views included.
+        own: by node name, the wish, and whether the user named the operator in it.
+        entering: the wish for what enters, or None where nothing of it is recomputed.
+    """
+
+    nodes: frozenset[str]
+    own: Mapping[str, tuple[Wish, bool]]
+    entering: Wish | None
+
+
+def spoken_of(name: str, scopes: Iterable[Scope]) -> list[tuple[Wish, bool]]:
+    """What is asked of a node, innermost first.
+
+    A region and a checkpoint of the very same nodes do not show which one is inside: there an
+    operator that the policy of the checkpoint named goes first.
+    """
+
+    def order(scope: Scope) -> tuple[int, int]:
+        wish, named = scope.own[name]
+        tagged = isinstance(wish, CheckpointWish)
+        return len(scope.nodes), (-1 if named else 1) if tagged else 0
+
+    return [s.own[name] for s in sorted((s for s in scopes if name in s.own), key=order)]
+
+
+def is_view(node: torch.fx.Node) -> bool:
+    """Whether it holds no memory of its own, so that it takes the decision of what it reads."""
+    if node.target is operator.getitem or node.target is torch.ops.aten._unsafe_view.default:
+        return True
+    return bool(getattr(node.target, "is_view", False))
+
+
+def base_of(node: torch.fx.Node) -> torch.fx.Node:
+    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def regions_of(
+    nodes: Mapping[str, torch.fx.Node],
+) -> dict[int, tuple[RegionSpec, list[torch.fx.Node]]]:
+    """By the number of the entry, which grows inwards: the spec and its nodes."""
+    found: dict[int, tuple[RegionSpec, list[torch.fx.Node]]] = {}
+    for node in nodes.values():
+        for key, value in node.meta.get("custom", {}).items():
+            if isinstance(key, str) and key.startswith(REGION_PREFIX):
+                uid = int(key.removeprefix(REGION_PREFIX))
+                found.setdefault(uid, (read_annotation(value), []))[1].append(node)
+    return found
+
+
+def matching(selectors: Iterable[Selector], op: str) -> Selector | None:
+    return next((s for s in selectors if s.matches(op)), None)
+
+
+def region_scope(spec: RegionSpec, nodes: list[torch.fx.Node]) -> Scope:
+    own = {}
+    for node in nodes:
+        if not is_view(node) and (said := _region_wish(spec, str(node.target))) is not None:
+            own[node.name] = said
+    recomputes = spec.otherwise == "recompute" or (
+        bool(spec.recompute) and spec.otherwise == "save"
+    )
+    entering = None
+    if recomputes:
+        entering = Wish("save", Origin.HINT, f"enters {spec.label}", spec.source, spec.prefer)
+    return Scope(frozenset(n.name for n in nodes), own, entering)
+
+
+def _region_wish(spec: RegionSpec, op: str) -> tuple[Wish, bool] | None:
+    def wish(action: Action, reason: str) -> Wish:
+        return Wish(action, Origin.HINT, f"{spec.label} {reason}", spec.source, spec.prefer)
+
+    if chosen := matching(spec.save, op):
+        return wish("save", f"saves {chosen}"), True
+    if chosen := matching(spec.recompute, op):
+        return wish("recompute", f"recomputes {chosen}"), True
+    if spec.otherwise == "auto":
+        return None
+    rest = "the rest" if spec.save or spec.recompute else "all of it"
+    if spec.otherwise == "save":
+        return wish("save", f"saves {rest}"), False
+    return wish("recompute", f"recomputes {rest}"), False
+
+
+def checkpoint_scopes(nodes: Mapping[str, torch.fx.Node]) -> list[Scope]:
+    by_id: dict[Any, list[torch.fx.Node]] = defaultdict(list)
+    for node in nodes.values():
+        if isinstance(node.meta.get("recompute"), CheckpointPolicy):
+            by_id[node.meta.get("ac_graph_id")].append(node)
+    return [_checkpoint_scope(held) for held in by_id.values()]
+
+
+def _checkpoint_scope(nodes: list[torch.fx.Node]) -> Scope:
+    tags = {node.meta["recompute"] for node in nodes}
+    # a plain checkpoint writes PREFER_RECOMPUTE on all of its nodes, and means it
+    selective = tags != {CheckpointPolicy.PREFER_RECOMPUTE}
+    what = f"a selective {_CHECKPOINT}" if selective else _CHECKPOINT
+    own: dict[str, tuple[Wish, bool]] = {}
+    for node in nodes:
+        said = _POLICIES.get(node.meta["recompute"].name)
+        if said is None or is_view(node):
+            continue
+        action, prefer = said
+        reason = f"{what} {action}s it" + (f" ({node.meta['recompute'].name})" if selective else "")
+        own[node.name] = (
+            CheckpointWish(action, Origin.HINT, reason, prefer=prefer and selective),
+            selective and not prefer,
+        )
+    entering = CheckpointWish("save", Origin.HINT, f"enters {what}")
+    return Scope(frozenset(n.name for n in nodes), own, entering)
+
+
+# The tags of offloading to the CPU say nothing about saving on the device.
+_POLICIES: Mapping[str, tuple[Action, bool]] = {
+    "MUST_SAVE": ("save", False),
+    "PREFER_SAVE": ("save", True),
+    "MUST_RECOMPUTE": ("recompute", False),
+    "PREFER_RECOMPUTE": ("recompute", True),
+}
+
+
+def keep_what_enters(
+    nodes: Mapping[str, torch.fx.Node],
+    scopes: Iterable[Scope],
+    scopes_of: Mapping[str, list[Scope]],
+    spoken: dict[str, list[tuple[Wish, bool]]],
+) -> None:
+    """Add to `spoken` a wish for each value that a scope reads and that is made outside of it."""
+    for scope in scopes:
+        if scope.entering is None:
+            continue
+        # in graph order, so that equal graphs give equal wishes
+        read = {base_of(i).name: None for n in nodes.values() if n.name in scope.nodes
+                for i in n.all_input_nodes}  # fmt: skip
+        for name in read:
+            if name not in nodes or name in scope.nodes:
+                continue
+            around = [s for s in scopes_of.get(name, ()) if scope.nodes < s.nodes and name in s.own]
+            asked = spoken.setdefault(name, [])
+            at = len(asked)
+            if not any(s.own[name][0].action == "recompute" for s in around):
+                at = next((i for i, (_, named) in enumerate(asked) if not named), at)
+            asked.insert(at, (scope.entering, False))

@@ -17,6 +17,21 @@ from torch.fx.traceback import annotate
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@torch.library.custom_op("autop_ac::mark", mutates_args=())
+def _mark(x: torch.Tensor, name: str) -> None:
+    """Reads a value and gives nothing: all that it does is to stand in the graph."""
+
+
+@_mark.register_fake
+def _(x: torch.Tensor, name: str) -> None:
+    return None
+
+
+mark = torch.ops.autop_ac.mark.default
+# else what has no result is dropped as dead
+torch.fx.has_side_effect(mark)
+
+
 def operator_names() -> list[str]:
     """Every registered operator, as ``"aten.mm.default"``."""
     names = []
@@ -59,6 +74,7 @@ __all__ = [
     "annotate",
     "constant_while_tracing",
     "higher_order_names",
+    "mark",
     "operator_count",
     "operator_names",
     "traced_line",

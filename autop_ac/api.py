@@ -142,7 +142,9 @@ class AutoParallel:
             mp_policy=self._mp_policy,
             loss_fn=self._loss_fn,
         )
-        self._hints = resolve_hints(self._joint.module, self._joint.placeholders)
+        self._hints = resolve_hints(
+            self._joint.module, self._joint.placeholders, self._joint.calling.module_prefix
+        )
         self._state = "open"
         return self
 

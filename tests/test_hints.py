@@ -11,9 +11,11 @@ from torch.utils.checkpoint import (
 
 from autop_ac.annotate import ac_region
 from autop_ac.capture.joint import Port
+from autop_ac.capture.marks import take_marks
 from autop_ac.config import ACConfig
 from autop_ac.graph.facts import Facts, Value
 from autop_ac.policies import MATMUL
+from autop_ac.recompute.catalog import Captured
 from autop_ac.recompute.hints import (
     CheckpointWish,
     ResolvedHints,
@@ -32,6 +34,7 @@ X = torch.randn(2, 4)
 
 def resolved(model):
     gm = joint(model, X)
+    take_marks(gm)
     holders = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
     ports = {n: Port("tangent" if n.startswith("tangents") else "input", n) for n in holders}
     return resolve_hints(gm, ports)
@@ -284,6 +287,19 @@ def local(*nodes):
     return Facts(tuple(values), (len(values) - 1,), (), ())
 
 
+def catalog_of(facts, **more):
+    """The captured values that local ones would come from, one for each origin."""
+    first = {}
+    for v in facts.forward:
+        if v.captured_op:
+            view = v.follows is not None
+            first.setdefault(
+                v.origin,
+                Captured(v.origin, v.captured_op, v.module, base="" if view else v.origin, **more),
+            )
+    return tuple(first.values())
+
+
 def carried(facts, *wishes, origin="mm"):
     return dict(wishes_for_values(facts, ResolvedHints({origin: wishes})))
 
@@ -354,7 +370,8 @@ def test_wishes_go_to_forward_values_that_decide_for_themselves(facts):
         if v.follows is None or facts.values[v.follows].side != "forward"
     }  # fmt: skip
     assert set(wishes_for_values(facts, hints)) <= decides
-    rules, _ = rule_wishes(facts, ACConfig(save="aten.view", recompute="aten.rand_like"))
+    config = ACConfig(save="aten.view", recompute=["aten.rand_like", "COLLECTIVES"])
+    rules, _ = rule_wishes(facts, config, catalog_of(facts))
     assert set(rules) <= decides
 
 
@@ -366,7 +383,7 @@ def test_rules_by_the_captured_operator():
         {"origin": "addmm", "captured_op": "aten.addmm.default"},
     )
     config = ACConfig(save=[aten.mm], recompute=["COLLECTIVES", "aten.bmm"])
-    wishes, messages = rule_wishes(facts, config)
+    wishes, messages = rule_wishes(facts, config, catalog_of(facts))
     assert {i: [(w.action, w.origin, w.reason) for w in ws] for i, ws in wishes.items()} == {
         1: [("save", Origin.RULE, "ACConfig saves aten.mm")],
         3: [("recompute", Origin.RULE, "ACConfig recomputes COLLECTIVES")],

@@ -20,9 +20,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
 from .. import _torch as private
-from ..annotate import capturing
+from ..annotate import capturing, is_region_object
 from ..errors import CaptureError, ConfigError
 from .joint import JointGraph, Port
+from .marks import take_marks
 from .names import source_line, user_name
 
 _MODEL = "model"  # where `_Step` keeps the user's model
@@ -130,12 +131,20 @@ def capture(
             graph = private._dynamo_graph_capture_for_export(entry)(*args, **kwargs)
     except private.TorchDynamoException as error:
         line = source_line(str(error)) or source_line(_user_frames(error))
+        if is_region_object(str(error)):
+            raise CaptureError(
+                f"{where}: an ac_region that was made outside of forward is entered at "
+                f"{line or 'an unknown line'}, and Dynamo enters no object from outside. Call it there: "
+                "`with self.region():` in place of `with self.region:`; or make it there, "
+                "`with ac_region(...):`"
+            ) from error
         raise CaptureError(
             f"{where}: Dynamo cannot trace the model as one graph, at {line or 'an unknown line'}. "
             f"Remove what it names from forward, or move it out of the model.\n{error}"
         ) from error
     names = _restore_dtypes(graph, originals, fake_mode)
     joint = _export_joint(graph, args, kwargs, where)
+    take_marks(joint.graph_module)
     return _describe(joint, names, args, kwargs, _MODEL if wrapped else "")
 
 

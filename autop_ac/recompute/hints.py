@@ -15,8 +15,10 @@ from types import MappingProxyType
 import torch
 
 from ..capture.joint import Port
+from ..capture.marks import names_of
 from ..graph.facts import Facts
 from .carry import carry, root_of
+from .catalog import Captured, by_name, make_catalog
 from .messages import region_messages
 from .plan import Wish
 from .rules import rule_wishes
@@ -42,21 +44,37 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ResolvedHints:
-    """Wishes by captured node name, the strongest first, and what to tell the user about them."""
+    """Wishes by captured node name, the strongest first, and what to tell the user about them.
+
+    `catalog` holds the captured forward values, for rules to choose from.
+    """
 
     wishes: Mapping[str, tuple[Wish, ...]] = field(default_factory=lambda: MappingProxyType({}))
     messages: tuple[str, ...] = ()
+    catalog: tuple[Captured, ...] = ()
 
 
-def resolve_hints(gm: torch.fx.GraphModule, placeholders: Mapping[str, Port]) -> ResolvedHints:
+def resolve_hints(
+    gm: torch.fx.GraphModule, placeholders: Mapping[str, Port], prefix: str = ""
+) -> ResolvedHints:
     """Read the hints of a captured joint graph, on its forward nodes only.
 
     Args:
         gm: the captured joint graph, not rewritten.
         placeholders: what each placeholder is, by name; tells tangents from inputs.
+        prefix: path of the user's model inside what was traced.
+
+    Raises:
+        HintError: hints of one region contradict each other.
     """
     nodes = _forward_nodes(gm, placeholders)
-    regions = regions_of(nodes)
+    named_inputs = [n for n in gm.graph.nodes if n.op == "placeholder" and names_of(n)]
+    catalog = make_catalog((*named_inputs, *nodes.values()), prefix)
+    entries = by_name(catalog)
+    regions = {
+        uid: (spec, [entries[n.name] for n in held])
+        for uid, (spec, held) in regions_of(nodes).items()
+    }
     checkpoints = checkpoint_scopes(nodes)
     # inner scopes are the smaller ones; of two with the same nodes the later entered is inside
     ordered = [
@@ -65,7 +83,7 @@ def resolve_hints(gm: torch.fx.GraphModule, placeholders: Mapping[str, Port]) ->
     ordered = sorted([*ordered, *checkpoints], key=lambda scope: len(scope.nodes))
     scopes_of: dict[str, list[Scope]] = defaultdict(list)
     for scope in ordered:
-        for name in scope.nodes:
+        for name in {**dict.fromkeys(scope.nodes), **scope.own}:
             scopes_of[name].append(scope)
     spoken = {name: spoken_of(name, scopes_of[name]) for name in nodes if name in scopes_of}
     keep_what_enters(nodes, ordered, scopes_of, spoken)
@@ -74,7 +92,7 @@ def resolve_hints(gm: torch.fx.GraphModule, placeholders: Mapping[str, Port]) ->
         for name in nodes
         if spoken.get(name)
     }
-    return ResolvedHints(MappingProxyType(wishes), region_messages(regions))
+    return ResolvedHints(MappingProxyType(wishes), region_messages(regions, catalog), catalog)
 
 
 def _forward_nodes(

@@ -9,9 +9,8 @@ whose every layer is a region would be recomputed from its first layer on, all a
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,9 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..annotate import REGION_PREFIX, RegionSpec, read_annotation
+from ..errors import HintError
 from ..policies import Selector
+from .catalog import Captured, base_of, is_view, selected
 from .plan import Action, Origin, Wish
 
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -36,7 +37,8 @@ class Scope:
 
     Attributes:
         nodes: names of its nodes, views included.
-        own: by node name, the wish, and whether the user named the operator in it.
+        own: by node name, the wish, and whether the user named the operator in it; a value that is
+            only viewed in the scope is asked for here too where the view has a name.
         entering: the wish for what enters, or None where nothing of it is recomputed.
     """
 
@@ -60,19 +62,6 @@ def spoken_of(name: str, scopes: Iterable[Scope]) -> list[tuple[Wish, bool]]:
     return [s.own[name] for s in sorted((s for s in scopes if name in s.own), key=order)]
 
 
-def is_view(node: torch.fx.Node) -> bool:
-    """Whether it holds no memory of its own, so that it takes the decision of what it reads."""
-    if node.target is operator.getitem or node.target is torch.ops.aten._unsafe_view.default:
-        return True
-    return bool(getattr(node.target, "is_view", False))
-
-
-def base_of(node: torch.fx.Node) -> torch.fx.Node:
-    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
 def regions_of(
     nodes: Mapping[str, torch.fx.Node],
 ) -> dict[int, tuple[RegionSpec, list[torch.fx.Node]]]:
@@ -86,38 +75,47 @@ def regions_of(
     return found
 
 
-def matching(selectors: Iterable[Selector], op: str) -> Selector | None:
-    return next((s for s in selectors if s.matches(op)), None)
+def region_scope(spec: RegionSpec, held: Sequence[Captured]) -> Scope:
+    """What one entry of a region asks of the values in it.
 
-
-def region_scope(spec: RegionSpec, nodes: list[torch.fx.Node]) -> Scope:
-    own = {}
-    for node in nodes:
-        if not is_view(node) and (said := _region_wish(spec, str(node.target))) is not None:
-            own[node.name] = said
+    Raises:
+        HintError: two names of the region, one saved and one recomputed, are of one value.
+    """
+    asked: list[tuple[Selector, Action]] = [(s, "save") for s in spec.save]
+    asked += [(s, "recompute") for s in spec.recompute]
+    own: dict[str, tuple[Wish, bool]] = {}
+    said: dict[str, tuple[Selector, Action]] = {}
+    for selector, action in sorted(asked, key=lambda pair: pair[0].rank):
+        for value in selected(selector, held):
+            if not value.base:
+                continue
+            first, earlier = said.setdefault(value.base, (selector, action))
+            if earlier != action and first.is_name and selector.is_name:
+                raise HintError(
+                    f"{spec.label} at {spec.source} contradicts itself: {earlier}={first} and "
+                    f"{action}={selector} are names of one value, {value.base}, at {value.source}. "
+                    "Remove one; views of a value are kept or recomputed with it"
+                )
+            reason = f"{action}s {selector}" + (", a view of it" if value.is_view else "")
+            own.setdefault(value.base, (_region_wish(spec, action, reason), True))
+    if spec.otherwise != "auto":
+        rest = "the rest" if spec.save or spec.recompute else "all of it"
+        action = "save" if spec.otherwise == "save" else "recompute"
+        wish = _region_wish(spec, action, f"{action}s {rest}")
+        for value in held:
+            if not value.is_view:
+                own.setdefault(value.name, (wish, False))
     recomputes = spec.otherwise == "recompute" or (
         bool(spec.recompute) and spec.otherwise == "save"
     )
     entering = None
     if recomputes:
         entering = Wish("save", Origin.HINT, f"enters {spec.label}", spec.source, spec.prefer)
-    return Scope(frozenset(n.name for n in nodes), own, entering)
+    return Scope(frozenset(v.name for v in held), own, entering)
 
 
-def _region_wish(spec: RegionSpec, op: str) -> tuple[Wish, bool] | None:
-    def wish(action: Action, reason: str) -> Wish:
-        return Wish(action, Origin.HINT, f"{spec.label} {reason}", spec.source, spec.prefer)
-
-    if chosen := matching(spec.save, op):
-        return wish("save", f"saves {chosen}"), True
-    if chosen := matching(spec.recompute, op):
-        return wish("recompute", f"recomputes {chosen}"), True
-    if spec.otherwise == "auto":
-        return None
-    rest = "the rest" if spec.save or spec.recompute else "all of it"
-    if spec.otherwise == "save":
-        return wish("save", f"saves {rest}"), False
-    return wish("recompute", f"recomputes {rest}"), False
+def _region_wish(spec: RegionSpec, action: Action, reason: str) -> Wish:
+    return Wish(action, Origin.HINT, f"{spec.label} {reason}", spec.source, spec.prefer)
 
 
 def checkpoint_scopes(nodes: Mapping[str, torch.fx.Node]) -> list[Scope]:

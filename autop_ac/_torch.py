@@ -4,6 +4,7 @@ Each name was seen in torch 2.13.0. None has a public replacement yet; `torch.ex
 graph without descriptors, which is where to move once it carries them.
 """
 
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
@@ -46,6 +47,7 @@ __all__ = [
     "_dynamo_graph_capture_for_export",
     "aot_compile_joint_with_descriptors",
     "aot_export_joint_with_descriptors",
+    "compile_lock",
     "compute_local_shape_and_global_offset",
     "make_fx",
     "redistribute_local_tensor",

@@ -119,6 +119,18 @@ def capture(
     Raises:
         CaptureError: the model has a graph break, an unsupported construct or no gradient.
     """
+    # torch traces one thread at a time: annotations and the tracer's patches are the process's
+    with private.compile_lock:
+        return _capture(model, input_fn, device_type, mp_policy, loss_fn)
+
+
+def _capture(
+    model: torch.nn.Module,
+    input_fn: Callable[[], Any],
+    device_type: str,
+    mp_policy: MixedPrecisionPolicy | None,
+    loss_fn: Callable[..., Any] | None,
+) -> JointGraph:
     fake_mode = private.FakeTensorMode(shape_env=private.ShapeEnv(), allow_non_fake_inputs=True)
     args, kwargs = _fake_inputs(input_fn, fake_mode, device_type)
     originals, traced = _fake_copy(model, fake_mode, device_type, mp_policy)

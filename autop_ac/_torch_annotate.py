@@ -52,6 +52,11 @@ def higher_order_names() -> list[str]:
     return list(_higher_order_ops)
 
 
+def is_higher_order(name: str) -> bool:
+    """Whether a higher-order operator of this name is registered."""
+    return name in _higher_order_ops
+
+
 def traced_line() -> tuple[str, int] | None:
     """File and line of the user's code that Dynamo traces now, innermost frame first asked."""
     if TracingContext.try_get() is None:
@@ -74,6 +79,7 @@ __all__ = [
     "annotate",
     "constant_while_tracing",
     "higher_order_names",
+    "is_higher_order",
     "mark",
     "operator_count",
     "operator_names",

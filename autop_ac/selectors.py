@@ -112,7 +112,8 @@ class Selector:
     @property
     def is_name(self) -> bool:
         """Whether it selects by the name that `checkpoint_name` gave."""
-        return "." not in self.text and not is_operator_text(self.text)
+        return not ("." in self.text or self.text in Group.__members__
+                    or private.is_higher_order(self.text))  # fmt: skip
 
     @property
     def rank(self) -> int:

@@ -557,7 +557,7 @@ def test_save_and_recompute_come_after_rules_the_more_specific_first():
         (["layers.0::aten.bmm=save"], 'rule "layers.0::aten.bmm=save" matches none of the 2 operators '
          "of its modules; MATMUL covers mm"),
         (["::aten.embedding=save"], 'rule "::aten.embedding=save" matches none of the 5 operators of the '
-         "model"),
+         "model; the nearest operator here is aten.sin"),
         (["::qq=save"], 'rule "::qq=save" is the name of none of the 5 values of the model; the nearest '
          "name is q"),
         (["*::q=save", "::q/2=recompute"], 'rule "::q/2=recompute" decides nothing: each of its 2 '
@@ -606,14 +606,21 @@ def test_rules_see_inserted_collectives_by_operator_and_module_only():
     reduce = {"op": "_c10d_functional.all_reduce.default", "collective": "all_reduce",
               "serves": "sin", "module": "layers.0"}  # fmt: skip
     mm = {"origin": "mm", "captured_op": "aten.mm.default", "module": "layers.0"}
-    facts = local(mm, reduce, {"follows": 2, "serves": "sin"}, {**reduce, "module": "head"})
+    facts = local(
+        mm, reduce, {"follows": 2, "serves": "sin"}, {"origin": "sin"}, {**reduce, "module": "head"}
+    )
 
     def decided(rule):
         return sorted(rule_wishes(facts, ACConfig(rules=rule), catalog_of(facts))[0])
 
     assert decided("layers.0::COLLECTIVES=save") == [2]
-    assert decided("::COLLECTIVES=save") == [2, 4]
-    assert decided("layers.0=recompute") == [1]
+    assert decided("::COLLECTIVES=save") == [2, 5]
+    # the sum over devices of what is recomputed is recomputed too, unless a rule is about it
+    assert decided("layers.0=recompute") == [1, 2]
+    both = ACConfig(rules=["layers.0=recompute", "::COLLECTIVES=save"])
+    wishes, _ = rule_wishes(facts, both, catalog_of(facts))
+    assert [w.action for w in wishes[2]] == ["save", "recompute"]
+    assert [w.action for w in wishes[5]] == ["save"]
 
 
 # ---- to local values --------------------------------------------------------------------------------
@@ -666,12 +673,26 @@ def test_a_save_moves_on_to_the_end_of_a_redistribution():
     reduce = {**MOVED, "collective": "all_reduce"}
     wait = {**MOVED, "follows": 2}
     facts = local(MM, reduce, wait, {"origin": "sin"})
-    assert carried(facts, SAVE, AGAIN) == {1: (AGAIN,), 2: (SAVE,)}
+    assert carried(facts, SAVE, AGAIN) == {1: (AGAIN,), 2: (SAVE, AGAIN)}
+    assert carried(facts, AGAIN) == {1: (AGAIN,), 2: (AGAIN,)}
     # through a view of the value too
     facts = local(
         MM, {"origin": "view", "follows": 1}, reduce, {**MOVED, "follows": 3}, {"origin": "s"}
     )
     assert carried(facts, SAVE) == {3: (SAVE,)}
+
+
+def test_recompute_holds_for_the_moved_copies_of_a_value_and_of_its_views_only():
+    facts = local(
+        MM,
+        MOVED,
+        {"origin": "view", "follows": 1, "inputs": (1,)},
+        {**MOVED, "serves": "sin"},
+        {"origin": "sin"},
+        {**MOVED, "serves": "cos"},
+        {"origin": "back", "side": "backward", "inputs": (4,)},
+    )
+    assert carried(facts, AGAIN) == {1: (AGAIN,), 2: (AGAIN,), 4: (AGAIN,)}
 
 
 def test_a_save_moves_through_pieces_that_meet_again():

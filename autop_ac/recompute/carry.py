@@ -29,35 +29,51 @@ def carry(facts: Facts, wishes: Mapping[str, tuple[Wish, ...]]) -> Mapping[int, 
     for origin, indices in local.items():
         computed = list(dict.fromkeys(root_of(facts, i) for i in indices))
         kept = _end_of_redistribution(facts, readers, computed[-1])
+        moved = [m for i in computed for m in _moves(facts, readers, i)]
         for wish in wishes[origin]:
-            for i in (kept,) if wish.action == "save" else computed:
+            for i in (kept,) if wish.action == "save" else dict.fromkeys((*computed, *moved)):
                 carried[i].append(wish)
     return MappingProxyType({i: tuple(dict.fromkeys(w)) for i, w in sorted(carried.items())})
+
+
+def _moves(facts: Facts, readers: Mapping[int, list[int]], start: int) -> list[int]:
+    """What inserted redistributions make of a value, step by step, each where it is decided."""
+    seen, stack, moves = {start}, [start], []
+    while stack:
+        for reader in readers.get(stack.pop(), ()):
+            value, root = facts.values[reader], root_of(facts, reader)
+            if reader in seen or value.side != "forward":
+                continue
+            if root == start or _is_inserted(value):
+                seen.add(reader)
+                stack.append(reader)
+                moves += [root] if root != start else []
+    return moves
+
+
+def _is_inserted(value: Value) -> bool:
+    return value.side == "forward" and not value.origin and bool(value.serves)
 
 
 def _end_of_redistribution(facts: Facts, readers: Mapping[int, list[int]], start: int) -> int:
     """Where a saved value lives on this device: itself, or the end of the moves that alone read
     it."""
-
-    def inserted(value: Value) -> bool:
-        return value.side == "forward" and not value.origin and bool(value.serves)
-
     seen, stack, moved, ends = {start}, [start], False, set()
     while stack:
         index = stack.pop()
         onward = [facts.values[r] for r in readers.get(index, ())]
-        if index != start and inserted(facts.values[index]):
-            if not any(inserted(v) for v in onward):
+        if index != start and _is_inserted(facts.values[index]):
+            if not any(_is_inserted(v) for v in onward):
                 ends.add(index)
                 continue
             moved = True
-            onward = [v for v in onward if inserted(v)]
+            onward = [v for v in onward if _is_inserted(v)]
         for value in onward:
             # a view of the value is the value; any other reader needs it as it is
             same = value.side == "forward" and root_of(facts, value.index) == start
-            if not inserted(value) and not same:
+            if not _is_inserted(value) and not same:
                 return start
-            moved = moved or inserted(value)
+            moved = moved or _is_inserted(value)
             if value.index not in seen:
                 seen.add(value.index)
                 stack.append(value.index)

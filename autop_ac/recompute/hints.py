@@ -118,6 +118,7 @@ def wishes_for_values(facts: Facts, resolved: ResolvedHints) -> Mapping[int, tup
 
     Where several local values compute one captured node, recompute holds for all of them and save
     for the last. Where that one is read by inserted redistributions only, the save moves on to
-    their end: the user's value, on this device, is what comes out of them.
+    their end: the user's value, on this device, is what comes out of them. Recompute holds for what
+    redistributions make of the value too: a gathered copy that is kept would be the value, kept.
     """
     return carry(facts, resolved.wishes)

@@ -2,7 +2,8 @@
 
 Rules choose from the captured values, as hints do, and their wishes follow the values. Collectives
 that sharding inserted were in no captured graph: a rule with a selector finds them by their own
-operator and the module that they serve; one without speaks of the user's operators only.
+operator and the module that they serve, and goes before what the moved value was asked for; one without
+speaks of the user's operators, and so of what redistributions make of their results.
 """
 
 from __future__ import annotations

@@ -116,6 +116,11 @@ class Selector:
                     or private.is_higher_order(self.text))  # fmt: skip
 
     @property
+    def is_collective(self) -> bool:
+        """Whether it selects collectives only."""
+        return bool(self.packets) and set(self.packets) <= set(_MEMBERS[Group.COLLECTIVES])
+
+    @property
     def rank(self) -> int:
         """Smaller for the more specific, which are asked first where no order is written."""
         return 0 if self.is_name else 1 if self.every > 1 else 2

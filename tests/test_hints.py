@@ -36,7 +36,12 @@ X = torch.randn(2, 4)
 
 
 def resolved(model):
-    gm = joint(model, X)
+    return resolved_of(model, X)
+
+
+def resolved_of(model, *args):
+    """Hints of a model, resolved as `AutoParallel` does."""
+    gm = joint(model, *args)
     take_marks(gm)
     holders = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
     ports = {n: Port("tangent" if n.startswith("tangents") else "input", n) for n in holders}

@@ -44,14 +44,15 @@ def _moves(facts: Facts, readers: Mapping[int, list[int]], start: int) -> list[i
             value, root = facts.values[reader], root_of(facts, reader)
             if reader in seen or value.side != "forward":
                 continue
-            if root == start or _is_inserted(value):
+            if root == start or is_inserted(value):
                 seen.add(reader)
                 stack.append(reader)
                 moves += [root] if root != start else []
     return moves
 
 
-def _is_inserted(value: Value) -> bool:
+def is_inserted(value: Value) -> bool:
+    """Whether a redistribution made it, on the forward side."""
     return value.side == "forward" and not value.origin and bool(value.serves)
 
 
@@ -62,18 +63,18 @@ def _end_of_redistribution(facts: Facts, readers: Mapping[int, list[int]], start
     while stack:
         index = stack.pop()
         onward = [facts.values[r] for r in readers.get(index, ())]
-        if index != start and _is_inserted(facts.values[index]):
-            if not any(_is_inserted(v) for v in onward):
+        if index != start and is_inserted(facts.values[index]):
+            if not any(is_inserted(v) for v in onward):
                 ends.add(index)
                 continue
             moved = True
-            onward = [v for v in onward if _is_inserted(v)]
+            onward = [v for v in onward if is_inserted(v)]
         for value in onward:
             # a view of the value is the value; any other reader needs it as it is
             same = value.side == "forward" and root_of(facts, value.index) == start
-            if not _is_inserted(value) and not same:
+            if not is_inserted(value) and not same:
                 return start
-            moved = moved or _is_inserted(value)
+            moved = moved or is_inserted(value)
             if value.index not in seen:
                 seen.add(value.index)
                 stack.append(value.index)

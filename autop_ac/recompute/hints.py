@@ -16,8 +16,9 @@ import torch
 
 from ..capture.joint import Port
 from ..capture.marks import names_of
-from ..graph.facts import Facts
-from .carry import carry, root_of
+from ..capture.names import block_of_path
+from ..graph.facts import Facts, Value
+from .carry import carry, is_inserted, root_of
 from .catalog import Captured, by_name, make_catalog
 from .messages import region_messages
 from .plan import Wish
@@ -46,12 +47,14 @@ __all__ = [
 class ResolvedHints:
     """Wishes by captured node name, the strongest first, and what to tell the user about them.
 
-    `catalog` holds the captured forward values, for rules to choose from.
+    `catalog` holds the captured forward values, for rules to choose from; `scopes` the regions and
+    checkpoints, the innermost first, for what sharding inserts in them.
     """
 
     wishes: Mapping[str, tuple[Wish, ...]] = field(default_factory=lambda: MappingProxyType({}))
     messages: tuple[str, ...] = ()
     catalog: tuple[Captured, ...] = ()
+    scopes: tuple[Scope, ...] = ()
 
 
 def resolve_hints(
@@ -92,7 +95,8 @@ def resolve_hints(
         for name in nodes
         if spoken.get(name)
     }
-    return ResolvedHints(MappingProxyType(wishes), region_messages(regions, catalog), catalog)
+    messages = region_messages(regions, catalog)
+    return ResolvedHints(MappingProxyType(wishes), messages, catalog, tuple(ordered))
 
 
 def _forward_nodes(
@@ -120,5 +124,33 @@ def wishes_for_values(facts: Facts, resolved: ResolvedHints) -> Mapping[int, tup
     for the last. Where that one is read by inserted redistributions only, the save moves on to
     their end: the user's value, on this device, is what comes out of them. Recompute holds for what
     redistributions make of the value too: a gathered copy that is kept would be the value, kept.
+    What is inserted for a node in a scope is in the scope: a selector of the region that is about its
+    collective goes first, and what is left over follows the rest of the scope.
     """
-    return carry(facts, resolved.wishes)
+    carried = dict(carry(facts, resolved.wishes))
+    for scope in resolved.scopes:
+        # gathers of parameters have a contract of their own
+        moves = [v for v in facts.forward
+                 if v.serves in scope.nodes and is_inserted(v) and not v.parameter
+                 and root_of(facts, v.index) == v.index]  # fmt: skip
+        named = _named_moves(scope, moves)
+        for value in moves:
+            first = (named[value.name],) if value.name in named else ()
+            rest = (scope.rest,) if scope.rest else ()
+            wishes = (*first, *carried.get(value.index, ()), *rest)
+            if wishes:
+                carried[value.index] = tuple(dict.fromkeys(wishes))
+    return MappingProxyType(dict(sorted(carried.items())))
+
+
+def _named_moves(scope: Scope, moves: list[Value]) -> dict[str, Wish]:
+    """The collectives among what was inserted in a region that its selectors are about."""
+    if scope.spec is None:
+        return {}
+    values = [
+        Captured(v.name, v.op, v.module, block_of_path(v.module), base=v.name)
+        for v in moves
+        if v.collective
+    ]
+    own = region_scope(scope.spec, values).own
+    return {name: wish for name, (wish, named) in own.items() if named}

@@ -12,6 +12,7 @@ from ..policies import Rule, Selector, groups_covering, nearest_selector, packet
 from .catalog import Captured, matched, selected
 from .plan import Action
 
+_REGION = "this region"
 _DONE: Mapping[Action, str] = {"save": "kept", "recompute": "recomputed"}
 
 
@@ -49,11 +50,11 @@ def region_messages(
         for action, selectors in sides:
             for selector in selectors:
                 said = f"{where}: {action}={selector}"
-                messages += unmatched(said, selector, values[spec], catalog, "this region")
+                messages += unmatched(said, selector, values[spec], catalog, _REGION)
             if spec.otherwise != action:
                 for selector in selectors:
                     hit = hits[spec][selector]
-                    messages += siblings(where, action, selector, hit, left, "this region")
+                    messages += siblings(where, action, selector, hit, left, _REGION)
     return tuple(messages)
 
 
@@ -76,6 +77,8 @@ def unmatched(
     if any(v.base for v in matched(selector, values)):
         return []
     own = [v for v in values if not v.is_view]
+    if selector.is_collective and place == _REGION:
+        return []  # sharding inserts them, or has no need of any: no fault of the hint
     if selector.is_name:
         return [_unnamed(said, selector, own, values, catalog, place)]
     if count := sum(selector.matches(v.op) for v in values):

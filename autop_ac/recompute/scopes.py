@@ -40,11 +40,15 @@ class Scope:
         own: by node name, the wish, and whether the user named the operator in it; a value that is
             only viewed in the scope is asked for here too where the view has a name.
         entering: the wish for what enters, or None where nothing of it is recomputed.
+        rest: the wish for what no selector is about, or None where it is left to later parts.
+        spec: of the region; None for a checkpoint.
     """
 
     nodes: frozenset[str]
     own: Mapping[str, tuple[Wish, bool]]
     entering: Wish | None
+    rest: Wish | None = None
+    spec: RegionSpec | None = None
 
 
 def spoken_of(name: str, scopes: Iterable[Scope]) -> list[tuple[Wish, bool]]:
@@ -98,6 +102,7 @@ def region_scope(spec: RegionSpec, held: Sequence[Captured]) -> Scope:
                 )
             reason = f"{action}s {selector}" + (", a view of it" if value.is_view else "")
             own.setdefault(value.base, (_region_wish(spec, action, reason), True))
+    wish = None
     if spec.otherwise != "auto":
         rest = "the rest" if spec.save or spec.recompute else "all of it"
         action = "save" if spec.otherwise == "save" else "recompute"
@@ -111,7 +116,7 @@ def region_scope(spec: RegionSpec, held: Sequence[Captured]) -> Scope:
     entering = None
     if recomputes:
         entering = Wish("save", Origin.HINT, f"enters {spec.label}", spec.source, spec.prefer)
-    return Scope(frozenset(v.name for v in held), own, entering)
+    return Scope(frozenset(v.name for v in held), own, entering, wish, spec)
 
 
 def _region_wish(spec: RegionSpec, action: Action, reason: str) -> Wish:
@@ -143,7 +148,10 @@ def _checkpoint_scope(nodes: list[torch.fx.Node]) -> Scope:
             selective and not prefer,
         )
     entering = CheckpointWish("save", Origin.HINT, f"enters {what}")
-    return Scope(frozenset(n.name for n in nodes), own, entering)
+    rest = CheckpointWish("recompute", Origin.HINT, f"{what} recomputes what moves in it")
+    inside = frozenset(n.name for n in nodes)
+    # the policy of a selective one was not asked about collectives: they are left to later parts
+    return Scope(inside, own, entering, None if selective else rest)
 
 
 # The tags of offloading to the CPU say nothing about saving on the device.

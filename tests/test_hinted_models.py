@@ -77,17 +77,18 @@ def plan(monkeypatch):
 
 @pytest.mark.parametrize(
     ("linear", "shape"),
-    [(Conv1D, (2,)), (Conv1D, (2, 2)), (BIASED, (2,)), (UNBIASED, (2, 2))],
-    ids=["conv1d", "conv1d-2d", "biased", "unbiased-2d"],
+    [(Conv1D, (2,)), (BIASED, (2, 2)), (UNBIASED, (2,))],
+    ids=["conv1d", "biased-2d", "unbiased"],
 )
 def test_matmuls_saved_in_each_layer_and_nothing_else(plan, linear, shape):
-    planned = plan(Model(linear, MATMULS), shape)
+    layers = 1 if len(shape) > 1 else 2  # the search takes its time on two axes
+    planned = plan(Model(linear, MATMULS, layers), shape)
     saves = planned.reasons("save")
-    # two projections, two products of attention, two of the MLP, in each of two layers
-    assert saves['ac_region "layer" saves MATMUL'] == 12
+    # two projections, two products of attention, two of the MLP, in each layer
+    assert saves['ac_region "layer" saves MATMUL'] == 6 * layers
     assert saves['ac_region "layer" recomputes the rest'] == 0
-    for layer in ("layers.0", "layers.1"):
-        kept = planned.kept_for(layer)
+    for layer in range(layers):
+        kept = planned.kept_for(f"layers.{layer}")
         assert kept['ac_region "layer" saves MATMUL'] >= 4
         assert set(kept) <= {'ac_region "layer" saves MATMUL', 'enters ac_region "layer"'}
     assert planned.plan.notes == ()
@@ -95,44 +96,45 @@ def test_matmuls_saved_in_each_layer_and_nothing_else(plan, linear, shape):
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_a_region_that_recomputes_all_keeps_what_enters_it_alone(plan, shape):
-    planned = plan(Model(region={}), shape)
-    assert set(planned.kept_for("layers.0")) <= {'enters ac_region "layer"'}
-    assert not planned.kept_for("layers.1")
-    # the one before it, on its way to its last move, is what the first layer keeps
-    assert 'enters ac_region "layer"' in planned.kept_for("")
+    layers = 1 if len(shape) > 1 else 2
+    planned = plan(Model(region={}, layers=layers), shape)
+    assert set(planned.kept_for("layers.")) <= {'enters ac_region "layer"'}
+    assert planned.kept_for("")['enters ac_region "layer"'] == layers
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
-@pytest.mark.parametrize("by", ["region", "rules"])
+@pytest.mark.parametrize(("by", "shape"), [("region", (2,)), ("rules", (2,)), ("rules", (2, 2))])
 def test_names_reach_their_values_behind_views_and_moves(plan, by, shape):
+    layers = 1 if len(shape) > 1 else 2
     if by == "region":
-        planned = plan(Model(region={"save": ["attention_out", "up"]}), shape)
+        planned = plan(Model(region={"save": ["attention_out", "up"]}, layers=layers), shape)
         reason = 'ac_region "layer" saves {}, a view of it'
     else:
         rules = ["::attention_out=save", "layers.*.mlp::up=save", "layers.*=recompute"]
-        planned = plan(Model(), shape, rules=rules)
+        planned = plan(Model(layers=layers), shape, rules=rules)
         reason = 'rule "{}=save", on a view of it'
     texts = ("attention_out", "up") if by == "region" else ("::attention_out", "layers.*.mlp::up")
     out, up = (reason.format(text) for text in texts)
     saves = planned.reasons("save")
-    assert (saves[out], saves[up]) == (2, 2)
-    for layer in ("layers.0", "layers.1"):
+    assert (saves[out], saves[up]) == (layers, layers)
+    for layer in range(layers):
         # what follows recomputes from them: they are read, and so really kept
-        assert planned.kept_for(layer)[up] == 1
-        if by == "region":
-            assert planned.kept_for(layer)[out] == 1
+        kept = planned.kept_for(f"layers.{layer}")
+        assert kept[up] == kept[out] == 1
     assert planned.plan.notes == ()
     assert "a view of it" in str(planned.report).replace("\n", " ")
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_recomputes_each_layer(plan, reentrant):
+def test_gradient_checkpointing_recomputes_each_layer(plan):
     model = Model()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.gradient_checkpointing_enable()
     planned = plan(model)
     layers = [d for d in planned.decided() if d[0].startswith("layers.")]
-    assert Counter(d[0].split(".")[1] for d in layers) == {"0": 14, "1": 14} or layers
-    assert {d[3] for d in layers if d[2] == "recompute"} == {"torch.utils.checkpoint recomputes it"}
+    computed = Counter(module.split(".")[1] for module, op, *_ in layers if op)
+    assert computed["0"] == computed["1"] >= 10
+    assert {d[3] for d in layers if d[2] == "recompute"} == {
+        "torch.utils.checkpoint recomputes it",
+        "torch.utils.checkpoint recomputes what moves in it",
+    }
     assert {d[3] for d in layers if d[2] == "save"} <= {"enters torch.utils.checkpoint"}
     assert set(planned.kept_for("layers.")) <= {"enters torch.utils.checkpoint"}
 
@@ -160,15 +162,14 @@ def wrapped(model, how):
 
 @pytest.mark.parametrize("how", ["checkpoint_wrapper", "compile"])
 def test_wrappers_leak_into_no_path_and_hide_no_value(plan, how):
-    plain = plan(Model(region=MATMULS))
-    planned = plan(wrapped(Model(region=MATMULS), how))
+    planned = plan(wrapped(Model(region=MATMULS, layers=1), how))
+    plain = Model(layers=1)
     modules = {v.module for v in planned.facts.forward}
-    assert modules == {v.module for v in plain.facts.forward}
-    assert "layers.1.attention.qkv" in modules
+    assert modules == {n for n, _ in plain.named_modules()} - {"layers"}
     names = {v.parameter for v in planned.facts.values if v.parameter}
-    assert names == {n for n, _ in Model().named_parameters()}
-    assert planned.reasons("save")['ac_region "layer" saves MATMUL'] == 12
-    kept = planned.kept_for("layers.1")
+    assert names == {n for n, _ in plain.named_parameters()}
+    assert planned.reasons("save")['ac_region "layer" saves MATMUL'] == 6
+    kept = planned.kept_for("layers.0")
     assert kept['ac_region "layer" saves MATMUL'] >= 4
     assert not [text for text in kept if text.endswith("recomputes it")]
 
@@ -185,27 +186,34 @@ def test_rules_reach_modules_in_wrappers(plan):
     assert by_layer["1"]["save", first] == 1 and by_layer["1"]["recompute", second] >= 9
 
 
+class SevenLinears(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linears = torch.nn.ModuleList(
+            torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(7)
+        )
+
+    def forward(self, x):
+        for linear in self.linears:
+            x = linear(x).tanh()
+        return x
+
+
 class Seven(torch.nn.Module):
+    """Seven matmuls in each layer: an odd number, so that one counter would drift."""
+
     def __init__(self, region=None):
         super().__init__()
         self.region = region
-        self.layers = torch.nn.ModuleList(
-            torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(7))
-            for _ in range(4)
-        )
+        self.layers = torch.nn.ModuleList(SevenLinears() for _ in range(2))
 
     def forward(self, x):
         for layer in self.layers:
             if self.region is None:
-                x = x + self.part(layer, x)
+                x = layer(x)
             else:
                 with ac_region("seven", **self.region):
-                    x = x + self.part(layer, x)
-        return x
-
-    def part(self, layer, x):
-        for linear in layer:
-            x = linear(x).tanh()
+                    x = layer(x)
         return x
 
 
@@ -223,9 +231,9 @@ def test_p15_every_second_of_seven_matmuls_after_sharding(plan, by):
             for module, op, action, reason in planned.decided()
             if module.startswith(f"layers.{layer}.") and op == "aten.mm.default"
         ]
-        for layer in range(4)
+        for layer in range(2)
     }
-    assert matmuls == {layer: ["save", "recompute"] * 3 + ["save"] for layer in range(4)}
+    assert matmuls == {layer: ["save", "recompute"] * 3 + ["save"] for layer in range(2)}
     kept = [
         Counter(
             v.module.removeprefix(f"layers.{layer}.")
@@ -233,9 +241,11 @@ def test_p15_every_second_of_seven_matmuls_after_sharding(plan, by):
             if v.module.startswith(f"layers.{layer}.")
             and chosen in planned.plan.decisions[root_of(planned.facts, v.index)].reason
         )
-        for layer in range(4)
+        for layer in range(2)
     ]
-    assert kept[0] and all(k == kept[0] for k in kept)
+    # read where tanh is computed again; the last one of a layer is not where it enters a region
+    first, last = ({f"linears.{i}": 1 for i in (0, 2, 4, *more)} for more in ((), (6,)))
+    assert kept == [last if by == "rule" else first, last]
 
 
 def test_hints_leave_outputs_and_gradients_as_they_are():

@@ -53,7 +53,9 @@ def block_of_path(path: str) -> str:
 def _user_path(entry: Any, prefix: str) -> str:
     text = str(entry)
     text = re.sub(r"\['([^']+)'\]|\[(\d+)\]", lambda m: "." + (m.group(1) or m.group(2)), text)
-    text = re.sub(r"@\d+", "", text).replace("._modules.", ".")
+    text = re.sub(r"@\d+", "", text)
+    # an attribute that a wrapper looks up by hand: `__dict__["_modules"]["_checkpoint_wrapped_module"]`
+    text = text.replace(".__dict__.", ".").replace("._modules.", ".")
     text = user_name(re.sub(r"^L\.self", "", text).lstrip("."))
     if prefix and (text == prefix or text.startswith(prefix + ".")):
         text = text[len(prefix) :].lstrip(".")

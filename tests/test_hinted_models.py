@@ -1,15 +1,21 @@
 """Hints and rules in models as users have them, read off the plan and the graphs of one device."""
 
 from collections import Counter, defaultdict
+from functools import partial
 
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import autop_ac.api as api
 import autop_ac.lowering.compile as compile_module
-from autop_ac import MATMUL, AutoParallel, ac_region, every, fake_mesh
+from autop_ac import MATMUL, AutoParallel, ac_region, checkpoint_name, every, fake_mesh
 from autop_ac.recompute.carry import root_of
 from autop_ac.recompute.plan import Origin
 from tests.standins import BIASED, MATMULS, UNBIASED, WIDTH, Conv1D, Model, Output
@@ -264,3 +270,72 @@ def test_hints_leave_outputs_and_gradients_as_they_are():
     out.logits.square().sum().backward()
     for (name, got), want in zip(parallel.named_parameters(), single.parameters()):
         torch.testing.assert_close(got.grad.full_tensor(), want.grad, msg=name)
+
+
+class Pair(torch.nn.Module):
+    """An operator of several results, of which one has a name."""
+
+    def __init__(self, region):
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        self.region = region
+
+    def forward(self, x):
+        with ac_region("pair", **self.region):
+            variance, mean = torch.var_mean(self.linear(x), -1, keepdim=True)
+            return x * checkpoint_name(variance, "item").exp() * mean.sin()
+
+
+@pytest.mark.parametrize("parent", [None, "save", "recompute"])
+@pytest.mark.parametrize("item", [None, "save", "recompute"])
+def test_a_parent_and_its_item_hinted_in_all_nine_ways(plan, parent, item):
+    region = {"save": [], "recompute": [], "otherwise": "auto"}
+    for action, selector in ((parent, aten.var_mean), (item, "item")):
+        if action:
+            region[action].append(selector)
+    planned = plan(Pair(region), (1,))
+    results = [v for v in planned.facts.forward if v.captured_op == "aten.var_mean.correction"]
+    items = [v for v in planned.facts.forward if v.follows == results[0].index]
+    actions = {planned.plan.decisions[v.index].action for v in (*results, *items)}
+    expected = item or parent  # an item is decided with its producer, and a name is more specific
+    if expected:
+        assert actions == {expected}
+        assert planned.plan.decisions[results[0].index].origin is Origin.HINT
+    assert len(actions) == 1
+    kept = {v.index for v in planned.kept}
+    if expected == "save":
+        assert kept & {v.index for v in items}
+    if expected == "recompute":
+        assert not kept & {v.index for v in (*results, *items)}
+
+
+def again(ctx, op, *args, **kwargs):
+    attention = "scaled_dot_product" in str(op)
+    return CheckpointPolicy.MUST_RECOMPUTE if attention else CheckpointPolicy.PREFER_SAVE
+
+
+class Selective(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH)
+
+    def part(self, x):
+        q, k, v = (t.unsqueeze(1) for t in self.qkv(x).chunk(3, -1))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).squeeze(1)
+
+    def forward(self, x):
+        contexts = partial(create_selective_checkpoint_contexts, again)
+        return x + checkpoint(self.part, x, use_reentrant=False, context_fn=contexts).sin()
+
+
+@pytest.mark.parametrize("ac", [{"stage_size": "auto"}, {"stage_size": "1 B"}], ids=str)
+def test_a_user_who_recomputes_attention_wins_over_the_automatic_part(plan, ac):
+    planned = plan(Selective(), (1,), save=["ATTENTION"], **ac)
+    (attention,) = [
+        v for v in planned.facts.forward if "scaled_dot" in v.captured_op and v.follows is None
+    ]
+    decision = planned.plan.decisions[attention.index]
+    assert (decision.action, decision.origin) == ("recompute", Origin.HINT)
+    assert "MUST_RECOMPUTE" in decision.reason
+    assert "ACConfig saves ATTENTION" in [w.reason for w in decision.overridden]
+    assert not [v for v in planned.kept if root_of(planned.facts, v.index) == attention.index]

@@ -497,6 +497,62 @@ def facts_of(values):
     ])  # fmt: skip
 
 
+class Conditional(Module):
+    """A region in one branch of a loop over settings, on a module that is used twice."""
+
+    kinds = ("plain", "hinted")
+
+    def forward(self, x):
+        for kind in self.kinds:
+            if kind == "hinted":
+                with ac_region("branch", save=[aten.mm]):
+                    x = self.a(x).sin()
+            elif kind == "named":
+                x = checkpoint_name(self.a(x), "n").sin()
+            else:
+                x = self.a(x).sin()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kinds", "hinted"),
+    [(("plain", "hinted"), {"mm_1"}), (("hinted", "plain"), {"mm"}), (("plain",), set()),
+     (("hinted", "named", "hinted"), {"mm", "mm_2"})],
+)  # fmt: skip
+def test_a_branch_and_a_module_used_twice(kinds, hinted):
+    model = Conditional()
+    model.kinds = kinds
+    hints = resolved(model)
+    saved = {n for n, ws in hints.wishes.items() if "saves aten.mm" in ws[0].reason}
+    assert saved == hinted
+
+
+class CheckpointInRegion(Module):
+    def part(self, x):
+        return checkpoint_name(self.a(x).sin(), "inner").exp()
+
+    def forward(self, x):
+        with ac_region("outside", save=["inner", aten.mm]):
+            return checkpoint(self.part, x.cos(), use_reentrant=False)
+
+
+class NamedInCheckpoint(Module):
+    def part(self, x):
+        with ac_region("inside", save=["inner"], otherwise="auto"):
+            return checkpoint_name(self.a(x).sin(), "inner").exp()
+
+    def forward(self, x):
+        return checkpoint(self.part, x, use_reentrant=False).tanh()
+
+
+def test_names_in_a_region_around_and_inside_a_checkpoint():
+    around = resolved(CheckpointInRegion()).wishes
+    assert [w.action for w in around["sin"]] == ["recompute", "save"]  # the checkpoint is inside
+    inside = resolved(NamedInCheckpoint()).wishes
+    assert [w.action for w in inside["sin"]] == ["save", "recompute"]
+    assert [w.action for w in inside["mm"]] == ["recompute"]
+
+
 # ---- rules -----------------------------------------------------------------------------------
 
 
@@ -723,6 +779,53 @@ def test_a_save_stays_where_something_else_reads_the_value_too(side):
 def test_a_save_stays_where_moves_end_in_several_values():
     facts = local(MM, MOVED, {**MOVED, "inputs": (1,)}, {"origin": "sin", "inputs": (2, 3)})
     assert carried(facts, SAVE) == {1: (SAVE,)}
+
+
+GATHER = {"op": "_c10d_functional.all_gather_into_tensor.default",
+          "collective": "all_gather_into_tensor"}  # fmt: skip
+
+
+def scoped(facts, spec, *inside):
+    """What a region that holds these captured nodes asks of local values."""
+    scope = region_scope(spec, [Captured(n, "aten.op.default", base=n) for n in inside])
+    wishes = {n: (w,) for n, (w, _) in scope.own.items()}
+    hints = ResolvedHints(wishes, scopes=(scope,))
+    return {i: [(w.action, w.reason) for w in ws]
+            for i, ws in wishes_for_values(facts, hints).items()}  # fmt: skip
+
+
+def region_of(save=(), recompute=(), otherwise="recompute"):
+    parsed = (tuple(map(Selector, side)) for side in (save, recompute))
+    return RegionSpec("r", *parsed, otherwise, False, "f.py:1")
+
+
+def test_what_is_inserted_for_a_node_in_a_region_is_in_the_region():
+    facts = local(
+        {"origin": "before"},
+        {**GATHER, "serves": "in"},
+        {"follows": 2, "serves": "in"},
+        {"origin": "in"},
+        {**GATHER, "serves": "after"},
+        {"origin": "after"},
+        {**GATHER, "serves": "in", "parameter": "w", "inputs": (0,)},
+    )
+    rest = ("recompute", 'ac_region "r" recomputes all of it')
+    # the copy of what comes out is a copy of what is recomputed; parameters have their contract
+    assert scoped(facts, region_of(), "in") == {2: [rest], 4: [rest], 5: [rest]}
+    assert scoped(facts, region_of(otherwise="auto"), "in") == {}
+
+
+def test_a_region_saves_collectives_that_sharding_inserts():
+    facts = local({"origin": "before"}, {**GATHER, "serves": "in"}, {"follows": 2, "serves": "in"},
+                  {"origin": "in"}, {**GATHER, "serves": "in2"}, {"origin": "in2"})  # fmt: skip
+    got = scoped(facts, region_of(save=["COLLECTIVES"]), "in", "in2")
+    assert [got[i][0] for i in (2, 5)] == [("save", 'ac_region "r" saves COLLECTIVES')] * 2
+    assert got[4] == [("recompute", 'ac_region "r" recomputes the rest')]
+    second = RegionSpec("r", (every(2, "COLLECTIVES"),), (), "recompute", False, "f.py:1")
+    got = scoped(facts, second, "in", "in2")
+    assert [got[i][0][0] for i in (2, 5)] == ["save", "recompute"]
+    # whether there are any depends on the sharding: no fault of the hint
+    assert resolved(with_region(save=["COLLECTIVES"])).messages == ()
 
 
 @given(random_facts())

@@ -128,11 +128,18 @@ def wishes_for_values(facts: Facts, resolved: ResolvedHints) -> Mapping[int, tup
     collective goes first, and what is left over follows the rest of the scope.
     """
     carried = dict(carry(facts, resolved.wishes))
-    for scope in resolved.scopes:
+    inserted: dict[str, list[Value]] = defaultdict(list)
+    for value in facts.forward:
         # gathers of parameters have a contract of their own
-        moves = [v for v in facts.forward
-                 if v.serves in scope.nodes and is_inserted(v) and not v.parameter
-                 and root_of(facts, v.index) == v.index]  # fmt: skip
+        if (
+            is_inserted(value)
+            and not value.parameter
+            and root_of(facts, value.index) == value.index
+        ):
+            inserted[value.serves].append(value)
+    for scope in resolved.scopes:
+        moves = [v for n in scope.nodes if n in inserted for v in inserted[n]]
+        moves.sort(key=lambda v: v.index)
         named = _named_moves(scope, moves)
         for value in moves:
             first = (named[value.name],) if value.name in named else ()

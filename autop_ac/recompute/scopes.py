@@ -170,12 +170,13 @@ def keep_what_enters(
     spoken: dict[str, list[tuple[Wish, bool]]],
 ) -> None:
     """Add to `spoken` a wish for each value that a scope reads and that is made outside of it."""
+    place = {name: i for i, name in enumerate(nodes)}
     for scope in scopes:
         if scope.entering is None:
             continue
         # in graph order, so that equal graphs give equal wishes
-        read = {base_of(i).name: None for n in nodes.values() if n.name in scope.nodes
-                for i in n.all_input_nodes}  # fmt: skip
+        held = sorted(scope.nodes, key=place.__getitem__)
+        read = {base_of(i).name: None for n in held for i in nodes[n].all_input_nodes}
         for name in read:
             if name not in nodes or name in scope.nodes:
                 continue

@@ -408,15 +408,21 @@ def test_names_lie_on_the_values_and_the_graph_is_the_same_without():
 
 
 def test_a_name_is_left_on_one_value_of_those_that_share_an_annotation():
-    class Region(Module):
-        def forward(self, x):
-            with ac_region("r"):
-                return checkpoint_name(self.a(x), "q").sin()
-
-    gm = joint(Region(), torch.randn(2, 4))
+    graph, shared = torch.fx.Graph(), {"autop_ac_region_1": {}}
+    x = graph.placeholder("x")
+    sin = graph.call_function(aten.sin.default, (x,))
+    cos = graph.call_function(aten.cos.default, (sin,))
+    sin.meta["custom"] = cos.meta["custom"] = shared
+    for name in ("q", "r", "q"):
+        graph.call_function(torch.ops.autop_ac.mark.default, (sin, name))
+    graph.output(cos)
+    gm = torch.fx.GraphModule({}, graph)
     take_marks(gm)
-    assert {n.name for n in gm.graph.nodes if names_of(n)} == {"mm"}
-    assert names(gm)["sin"] == ["r"]
+    assert {n.name: names_of(n) for n in gm.graph.nodes if names_of(n)} == {
+        "sin_default": ("q", "r")
+    }
+    assert shared == {"autop_ac_region_1": {}} and "autop_ac_region_1" in sin.meta["custom"]
+    assert "mark" not in gm.code
 
 
 def names_in_checkpoints():

@@ -720,6 +720,14 @@ MM = {"origin": "mm", "captured_op": "aten.mm.default"}
 MOVED = {"serves": "mm"}
 
 
+def test_inserted_collectives_do_not_shift_the_count_of_the_users_own():
+    reduce = "_c10d_functional.all_reduce.default"
+    own = {"op": reduce, "collective": "all_reduce", "origin": "own", "captured_op": reduce}
+    facts = local({"op": reduce, "collective": "all_reduce", "serves": "own"}, own)
+    wishes, _ = rule_wishes(facts, ACConfig(rules="::COLLECTIVES/2=save"), catalog_of(facts))
+    assert sorted(wishes) == [1, 2]
+
+
 def test_a_save_goes_to_the_last_of_several_and_recompute_to_all():
     facts = local(MM, MM, MM, {"origin": "other"})
     assert carried(facts, SAVE, AGAIN) == {1: (AGAIN,), 2: (AGAIN,), 3: (SAVE, AGAIN)}

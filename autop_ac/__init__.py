@@ -1,6 +1,6 @@
 """autop_ac: automatic parallelism with activation checkpointing under your control."""
 
-from .annotate import ac_region
+from .annotate import ac_region, checkpoint_name
 from .api import AutoParallel, auto_parallel
 from .capture.calling import ForwardInputs
 from .config import ACConfig
@@ -15,7 +15,7 @@ from .errors import (
     UsageError,
 )
 from .graph.devices import DeviceSpec, Topology
-from .policies import ATTENTION, COLLECTIVES, MATMUL
+from .policies import ATTENTION, COLLECTIVES, MATMUL, Rule, every
 from .runtime.launch import fake_mesh, launch
 from .runtime.memory import measure_memory
 from .sharding.plan import ShardingPlan
@@ -36,12 +36,15 @@ __all__ = [
     "HintError",
     "InfeasibleError",
     "PartitionError",
+    "Rule",
     "ShardingPlan",
     "SolverError",
     "Topology",
     "UsageError",
     "ac_region",
     "auto_parallel",
+    "checkpoint_name",
+    "every",
     "fake_mesh",
     "launch",
     "measure_memory",

@@ -5,6 +5,7 @@ graph without descriptors, which is where to move once it carries them.
 """
 
 from torch._dynamo.comptime import comptime
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
@@ -58,6 +59,7 @@ __all__ = [
     "aot_compile_joint_with_descriptors",
     "aot_export_joint_with_descriptors",
     "comptime",
+    "compile_lock",
     "compute_local_shape_and_global_offset",
     "make_fx",
     "redistribute_local_tensor",

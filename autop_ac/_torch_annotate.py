@@ -17,6 +17,21 @@ from torch.fx.traceback import annotate
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@torch.library.custom_op("autop_ac::mark", mutates_args=())
+def _mark(x: torch.Tensor, name: str) -> None:
+    """Reads a value and gives nothing: all that it does is to stand in the graph."""
+
+
+@_mark.register_fake
+def _(x: torch.Tensor, name: str) -> None:
+    return None
+
+
+mark = torch.ops.autop_ac.mark.default
+# else what has no result is dropped as dead
+torch.fx.has_side_effect(mark)
+
+
 def operator_names() -> list[str]:
     """Every registered operator, as ``"aten.mm.default"``."""
     names = []
@@ -35,6 +50,11 @@ def operator_count() -> int:
 def higher_order_names() -> list[str]:
     """Every higher-order operator that is registered, as ``"flex_attention"``."""
     return list(_higher_order_ops)
+
+
+def is_higher_order(name: str) -> bool:
+    """Whether a higher-order operator of this name is registered."""
+    return name in _higher_order_ops
 
 
 def traced_line() -> tuple[str, int] | None:
@@ -59,6 +79,8 @@ __all__ = [
     "annotate",
     "constant_while_tracing",
     "higher_order_names",
+    "is_higher_order",
+    "mark",
     "operator_count",
     "operator_names",
     "traced_line",

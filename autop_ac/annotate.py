@@ -1,10 +1,12 @@
-"""Hints written in model code: `ac_region`, as a context manager and as a decorator.
+"""Hints written in model code: `ac_region`, as context manager and decorator; `checkpoint_name`.
 
 While autop_ac captures a model, a region becomes an annotation on each node traced inside it,
 under a key of its own (``autop_ac_region_<uid>``): nested annotations with one key would replace
 each other, and with a growing uid the innermost region is the one with the largest. Values of an
-annotation are strings, booleans and tuples of strings, because Dynamo keeps nothing else. Under
-plain `torch.compile` regions do nothing; in eager the decorator checkpoints through
+annotation are strings, booleans and tuples of strings, because Dynamo keeps nothing else. A name
+becomes an operator without a result that reads the value; capture takes it out of the joint graph and
+leaves the name on the value. Under
+plain `torch.compile` regions and names do nothing; in eager the decorator checkpoints through
 `torch.utils.checkpoint`.
 """
 
@@ -29,12 +31,13 @@ from torch.utils.checkpoint import (
 
 from . import _torch_annotate as private
 from .errors import ConfigError, HintError
-from .policies import Selector, conflicts, parse_selectors
+from .policies import Selector, check_name, conflicts, parse_selector, parse_selectors
 
 REGION_PREFIX = "autop_ac_region_"
 _OTHERWISE = ("recompute", "save", "auto")
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T", bound=torch.Tensor)
 
 # None outside of a capture; inside, it numbers the entries of regions
 _uids: ContextVar[Iterator[int] | None] = ContextVar("autop_ac_region_uids", default=None)
@@ -90,8 +93,8 @@ def read_annotation(value: dict[str, Any]) -> RegionSpec:
     """The inverse of `RegionSpec.annotation`."""
     return RegionSpec(
         name=value["name"],
-        save=tuple(map(Selector, value["save"])),
-        recompute=tuple(map(Selector, value["recompute"])),
+        save=tuple(map(parse_selector, value["save"])),
+        recompute=tuple(map(parse_selector, value["recompute"])),
         otherwise=value["otherwise"],
         prefer=value["prefer"],
         source=value["source"],
@@ -161,14 +164,16 @@ def ac_region(
 ) -> Any:
     """A region of the model with hints of its own: ``with ac_region(...):`` or ``@ac_region(...)``.
 
-    What enters the region is kept. Write it where it is entered: one made outside of forward and
-    entered inside cannot be traced. In plain eager the context manager does nothing, and the
+    What enters the region is kept. Dynamo does not enter an object that was made outside of what it
+    traces: one that `__init__` made is called where it is entered, ``with self.region():``. In plain
+    eager the context manager does nothing, and the
     decorator is selective activation checkpointing by `torch.utils.checkpoint`.
 
     Args:
         name: for reports.
-        save: selectors of operators whose results are kept; one, or several.
-        recompute: selectors of operators whose results are recomputed in backward.
+        save: selectors of values that are kept; one, or several: an operator, a group, a name that
+            `checkpoint_name` gave, or `every`. A name goes before `every`, and that before an operator.
+        recompute: selectors of values that are recomputed in backward.
         otherwise: what happens to the rest: ``"recompute"`` (the default where `save` or nothing
             is given), ``"save"``, or ``"auto"`` (the default where only `recompute` is given).
         prefer: a preference, which the automatic part may go against where its limit demands it.
@@ -179,6 +184,7 @@ def ac_region(
     """
     if torch.compiler.is_dynamo_compiling():
         if _is_capturing():
+            save, recompute = _constant(save), _constant(recompute)
             return private.annotate(_enter(name, save, recompute, otherwise, prefer, None))
         return contextlib.nullcontext()
     frame = sys._getframe(1)
@@ -186,11 +192,23 @@ def ac_region(
     return _Region(_spec(name, save, recompute, otherwise, prefer, source))
 
 
+def _constant(selectors: Any) -> Any:
+    """Selectors in text, because Dynamo takes no object of ours for a constant; it traces this."""
+    if isinstance(selectors, Selector):
+        return f"{selectors.text}/{selectors.every}"
+    if isinstance(selectors, (list, tuple)):
+        return [_constant(x) for x in selectors]
+    return selectors
+
+
 class _Region:
     """What `ac_region` gives outside of tracing: a manager that does nothing, and a decorator."""
 
     def __init__(self, spec: RegionSpec) -> None:
         self.spec = spec
+        # text, because Dynamo takes no selector for a constant
+        self.save = tuple(map(str, spec.save))
+        self.recompute = tuple(map(str, spec.recompute))
 
     def __enter__(self) -> None:
         return None
@@ -198,7 +216,22 @@ class _Region:
     def __exit__(self, *exc_info: object) -> None:
         return None
 
-    def __call__(self, fn: F) -> F:
+    def __call__(self, fn: Any = None) -> Any:
+        """Decorate `fn`; without it, the region anew, to be entered where Dynamo traces."""
+        if fn is None:
+            return self._anew()
+        return self._decorated(fn)
+
+    def _anew(self) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            return self
+        spec = self.spec
+        if not _is_capturing():
+            return contextlib.nullcontext()
+        marks = _enter(spec.name, self.save, self.recompute, spec.otherwise, spec.prefer, None)
+        return private.annotate(marks)
+
+    def _decorated(self, fn: F) -> F:
         if not callable(fn) or isinstance(fn, (type, torch.nn.Module)):
             raise HintError(
                 f"{self.spec.label} at {self.spec.source} decorates {fn!r}: decorate a function or "
@@ -206,7 +239,7 @@ class _Region:
             )
         spec = self.spec
         name, otherwise, prefer, source = spec.name, spec.otherwise, spec.prefer, spec.source
-        save, recompute = tuple(map(str, spec.save)), tuple(map(str, spec.recompute))
+        save, recompute = self.save, self.recompute
         checkpointed = _eager(fn, spec)
 
         @functools.wraps(fn)
@@ -220,6 +253,42 @@ class _Region:
             return checkpointed(*args, **kwargs)
 
         return in_region  # type: ignore[return-value]
+
+
+@private.constant_while_tracing
+def _checked_name(name: Any) -> str:
+    return check_name(name)
+
+
+def checkpoint_name(x: T, name: str) -> T:
+    """Give a value a name that hints select by: ``ac_region(save=["query"])``, ``"::query=save"``.
+
+    `x` comes back itself, in eager and under plain `torch.compile`. While autop_ac captures a model the
+    name is left on the value and nothing is added to the graph. Several values may have one name, a
+    value several names. A view holds no memory: its name is one of what it views.
+
+    Args:
+        x: a tensor.
+        name: a word; no group (``"MATMUL"``) and no higher-order operator. A word is always a name,
+            and an operator always has a dot: ``"mm"`` is no ``"aten.mm"``.
+
+    Raises:
+        ConfigError: not a tensor, or not such a word.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise ConfigError(
+            f"checkpoint_name(..., {name!r}) got a {type(x).__name__}: name each tensor by itself"
+        )
+    if not torch.compiler.is_dynamo_compiling():
+        check_name(name)
+    elif _is_capturing():
+        private.mark(x, _checked_name(name))
+    return x
+
+
+def is_region_object(dynamo_message: str) -> bool:
+    """Whether Dynamo gave up on entering an `ac_region` that was made outside of what it traces."""
+    return "context manager" in dynamo_message and f"({_Region.__name__})" in dynamo_message
 
 
 def _eager(fn: F, spec: RegionSpec) -> Callable[..., Any]:
@@ -237,6 +306,7 @@ def _eager_policy(
     spec: RegionSpec, _ctx: Any, op: Any, *_args: Any, **_kwargs: Any
 ) -> CheckpointPolicy:
     text = str(op)
+    # eager checkpoints see operators one by one: names are unknown to them, `every` is all
     if any(s.matches(text) for s in spec.save):
         return CheckpointPolicy.PREFER_SAVE if spec.prefer else CheckpointPolicy.MUST_SAVE
     if any(s.matches(text) for s in spec.recompute):

@@ -150,7 +150,9 @@ class AutoParallel:
             loss_fn=self._loss_fn,
         )
         self._joint = capture(self._request)
-        self._hints = resolve_hints(self._joint.module, self._joint.placeholders)
+        self._hints = resolve_hints(
+            self._joint.module, self._joint.placeholders, self._joint.calling.module_prefix
+        )
         self._state = "open"
         return self
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from .errors import ConfigError, HintError
-from .policies import Selector, conflicts, parse_selectors
+from .policies import Rule, Selector, conflicts, parse_rules, parse_selectors, rule_conflicts
 
 _UNITS = {"B": 1}
 for _power, _letter in enumerate("KMGTPE", start=1):
@@ -73,6 +73,8 @@ class ACConfig:
         memory_budget: reserved; only None is taken.
         save: selectors of operators whose results are kept, everywhere in the model.
         recompute: selectors of operators whose results are recomputed in backward.
+        rules: `Rule` values or their text, ``"layers.*.attention::aten.mm=save"``; of those that match
+            a value the first holds, and each goes before `save` and `recompute`.
 
     Raises:
         ConfigError: a value is out of range, misspelt, or contradicts another.
@@ -83,6 +85,7 @@ class ACConfig:
     memory_budget: str | int | float | None = None
     save: Any = ()
     recompute: Any = ()
+    rules: Any = ()
     stage_bytes: int | None = field(init=False, compare=False, repr=False, default=None)
     """`stage_size` in bytes; None for ``"auto"`` and for no stages."""
 
@@ -108,7 +111,12 @@ class ACConfig:
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from error
             object.__setattr__(self, name, selectors)
+        try:
+            object.__setattr__(self, "rules", parse_rules(self.rules))
+        except ConfigError as error:
+            raise ConfigError(f"rules: {error}") from error
         clash = conflicts(self.saved_selectors, self.recomputed_selectors)
+        clash = (*clash, *rule_conflicts(self.rules_in_order))
         if clash:
             raise _RuleConflictError(
                 f"ACConfig contradicts itself: {'; '.join(clash)}. Remove it from one of them"
@@ -123,6 +131,14 @@ class ACConfig:
     def recomputed_selectors(self) -> tuple[Selector, ...]:
         """`recompute`, parsed."""
         return tuple(self.recompute)
+
+    @property
+    def rules_in_order(self) -> tuple[Rule, ...]:
+        """`rules`, then `save` and `recompute` as rules of the whole model, each `every` first."""
+        both = [Rule("", s, "save") for s in self.save]
+        both += [Rule("", s, "recompute") for s in self.recompute]
+        # names and every are more specific than operators
+        return (*self.rules, *sorted(both, key=lambda rule: rule.op.rank))
 
 
 @dataclass(frozen=True)

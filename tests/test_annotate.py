@@ -7,9 +7,11 @@ from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from autop_ac import annotate
-from autop_ac.annotate import REGION_PREFIX, ac_region, capturing
-from autop_ac.errors import ConfigError, HintError
-from autop_ac.policies import MATMUL
+from autop_ac.annotate import REGION_PREFIX, ac_region, capturing, checkpoint_name
+from autop_ac.capture.marks import NAMES_KEY, names_of, take_marks
+from autop_ac.capture.trace import capture, request
+from autop_ac.errors import CaptureError, ConfigError, HintError
+from autop_ac.policies import MATMUL, every
 
 aten = torch.ops.aten
 
@@ -28,7 +30,7 @@ def regions(gm):
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward":
             custom = node.meta.get("custom", {})
-            keys = sorted(int(k.removeprefix(REGION_PREFIX)) for k in custom)
+            keys = sorted(int(k.removeprefix(REGION_PREFIX)) for k in custom if k != NAMES_KEY)
             found[node.name] = [custom[f"{REGION_PREFIX}{k}"] for k in keys]
     return found
 
@@ -151,6 +153,27 @@ class Fails(Module):
     def forward(self, x):
         with ac_region("lost"):
             raise RuntimeError("from the model")
+
+
+@pytest.mark.parametrize("raised", ["before", "inside", "after"])
+def test_p14_an_exception_leaves_no_hint_to_the_next_model(raised):
+    class Throws(Module):
+        def forward(self, x):
+            if raised == "before":
+                raise RuntimeError
+            with ac_region("outer"), ac_region("lost", save=[aten.mm]):
+                x = checkpoint_name(self.a(x), "lost")
+                if raised == "inside":
+                    raise RuntimeError
+            raise RuntimeError
+
+    with pytest.raises(Exception):  # noqa: B017  Dynamo wraps what the model raises in its own
+        joint(Throws(), torch.randn(2, 4))
+    gm = joint(Looped(), torch.randn(2, 4))
+    take_marks(gm)
+    assert names(gm)["mm"] == [] and names(gm)["sin"] == ["step"]
+    assert not [n for n in gm.graph.nodes if names_of(n)]
+    assert torch.fx.traceback.get_current_meta() == {}
 
 
 def test_p14_failed_captures_and_other_threads_leave_nothing_behind():
@@ -285,3 +308,224 @@ def test_the_context_manager_does_nothing_in_eager():
 
     x = torch.randn(2, 4)
     assert saved_by(managed, x)[1] == saved_by(body, x)[1]
+
+
+# ---- objects made outside of forward ---------------------------------------------------------
+
+
+class Kept(Module):
+    def __init__(self, **settings):
+        super().__init__()
+        self.region = ac_region("kept", **settings)
+        self.entered_as_it_is = False
+
+    def forward(self, x):
+        for _ in range(2):
+            if self.entered_as_it_is:
+                with self.region:
+                    x = self.a(x)
+            else:
+                with self.region():
+                    x = self.a(x)
+        return x.sin()
+
+
+def test_a_region_of_init_is_called_where_it_is_entered():
+    found = regions(joint(Kept(save=[every(2, aten.mm), "q"]), torch.randn(2, 4)))
+    line = Kept.forward.__code__.co_firstlineno + 6
+    assert found["mm"] == found["mm_1"]
+    assert found["mm"][0]["save"] == ("aten.mm/2", "q")
+    assert found["mm"][0]["source"] == f"{__file__}:{line}"
+    gm = joint(Kept(), torch.randn(2, 4))
+    keys = {n.name: tuple(n.meta["custom"]) for n in gm.graph.nodes if n.name in ("mm", "mm_1")}
+    assert keys["mm"] != keys["mm_1"]
+
+
+def test_a_region_of_init_in_eager_and_under_plain_compile():
+    module, x = Kept(), torch.randn(2, 4)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), module(x))
+    assert module.region() is module.region
+
+
+def test_a_region_of_init_entered_as_it_is_names_the_line_and_the_remedy():
+    module = Kept()
+    module.entered_as_it_is = True
+    line = Kept.forward.__code__.co_firstlineno + 3
+    message = rf"(?s)an ac_region that was made outside of forward is entered at .*:{line}, .*`with self.region\(\):`"
+    with pytest.raises(CaptureError, match=message):
+        capture(request(module, lambda: torch.randn(2, 4)))
+
+
+class Every(Module):
+    outside = every(3, MATMUL)
+
+    def forward(self, x):
+        with ac_region("every", save=[every(2, aten.mm), self.outside], recompute=every(2, "q")):
+            return self.a(x)
+
+
+def test_every_is_traced_whether_made_inside_or_outside():
+    (mark,) = regions(joint(Every(), torch.randn(2, 4)))["mm"]
+    assert (mark["save"], mark["recompute"]) == (("aten.mm/2", "MATMUL/3"), ("q/2",))
+
+
+# ---- checkpoint_name -------------------------------------------------------------------------
+
+
+class NamesOf(Module):
+    def __init__(self, name=lambda x, _: x):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        x = self.name(x, "input")
+        q = self.name(self.name(self.b(x).view(2, 2, 2), "view"), "q")
+        left, right = self.name(q, "again").chunk(2)
+        left = self.name(left, "item")
+        y = self.name(self.a(left.reshape(1, 4)).sin(), "sin")
+        y.mul_(2.0)
+        return self.name(y, "out") + self.name(right, "right").sum()
+
+
+def test_names_lie_on_the_values_and_the_graph_is_the_same_without():
+    x = torch.randn(2, 4)
+    torch.manual_seed(0)
+    named = joint(NamesOf(checkpoint_name), x)
+    assert any("autop_ac" in str(n.target) for n in named.graph.nodes)
+    take_marks(named)
+    torch.manual_seed(0)
+    plain = joint(NamesOf(), x)
+    assert str(named.graph) == str(plain.graph)
+    found = {n.name: names_of(n) for n in named.graph.nodes if names_of(n)}
+    assert found == {
+        "primals_4": ("input",), "view": ("view", "q", "again"), "getitem": ("item",),
+        "sin": ("sin",), "mul": ("out",), "getitem_1": ("right",),
+    }  # fmt: skip
+    assert [n.meta["custom"] for n in named.graph.nodes if n.name == "sin"] == [
+        {NAMES_KEY: ("sin",)}
+    ]
+
+
+def test_a_name_is_left_on_one_value_of_those_that_share_an_annotation():
+    graph, shared = torch.fx.Graph(), {"autop_ac_region_1": {}}
+    x = graph.placeholder("x")
+    sin = graph.call_function(aten.sin.default, (x,))
+    cos = graph.call_function(aten.cos.default, (sin,))
+    sin.meta["custom"] = cos.meta["custom"] = shared
+    for name in ("q", "r", "q"):
+        graph.call_function(torch.ops.autop_ac.mark.default, (sin, name))
+    graph.output(cos)
+    gm = torch.fx.GraphModule({}, graph)
+    take_marks(gm)
+    assert {n.name: names_of(n) for n in gm.graph.nodes if names_of(n)} == {
+        "sin_default": ("q", "r")
+    }
+    assert shared == {"autop_ac_region_1": {}} and "autop_ac_region_1" in sin.meta["custom"]
+    assert "mark" not in gm.code
+
+
+def names_in_checkpoints():
+    from torch.utils.checkpoint import checkpoint
+
+    class Inside(Module):
+        def part(self, x):
+            return checkpoint_name(self.a(x).sin(), "q").exp()
+
+        def forward(self, x):
+            return checkpoint(self.part, checkpoint(self.part, x, use_reentrant=False),
+                              use_reentrant=False)  # fmt: skip
+
+    return Inside()
+
+
+def test_names_in_a_checkpoint():
+    gm = joint(names_in_checkpoints(), torch.randn(2, 4))
+    take_marks(gm)
+    found = [n.name for n in gm.graph.nodes if names_of(n)]
+    assert found == ["sin", "sin_1"]
+    assert not [n for n in gm.graph.nodes if "autop_ac" in str(n.target)]
+
+
+def test_a_name_in_eager_is_the_value_itself():
+    x = torch.randn(3, requires_grad=True)
+    assert checkpoint_name(x, "x") is x
+    y = x.sin()
+    z = checkpoint_name(y, "y")
+    assert z is y
+    z.sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().cos())
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_names_do_nothing_under_plain_compile(breaks):
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm
+
+    def function(x):
+        x = checkpoint_name(x.sin(), "q")
+        if breaks:
+            torch._dynamo.graph_break()
+        return checkpoint_name(x, "r").cos()
+
+    x = torch.randn(3)
+    compiled = torch.compile(function, backend=backend, fullgraph=not breaks)
+    torch.testing.assert_close(compiled(x), x.sin().cos())
+    assert len(graphs) == 1 + breaks
+    assert sum(n.op == "call_method" for gm in graphs for n in gm.graph.nodes) == 2
+    assert not [n for gm in graphs for n in gm.graph.nodes if "autop_ac" in str(n.target)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [("MATMUL", "'MATMUL' is taken by a group"), ("a.b", "'a.b' is no name of a value")],
+)
+def test_bad_names_are_refused_in_eager_and_while_tracing(bad, message):
+    class Bad(Module):
+        def forward(self, x):
+            return checkpoint_name(self.a(x), bad)
+
+    with pytest.raises(ConfigError, match=message):
+        Bad()(torch.randn(2, 4))
+    with pytest.raises(ConfigError, match=message):
+        joint(Bad(), torch.randn(2, 4))
+
+
+def test_only_a_tensor_has_a_name():
+    with pytest.raises(ConfigError, match="'q'.* got a tuple: name each tensor by itself"):
+        checkpoint_name((torch.ones(1),), "q")
+
+
+def test_p14_captures_in_threads_do_not_meet():
+    class Labelled(Module):
+        def __init__(self, label):
+            super().__init__()
+            self.label = label
+
+        def forward(self, x):
+            with ac_region(self.label):
+                x = checkpoint_name(self.a(x), self.label)
+            return x.sin()
+
+    found = {}
+
+    def run(label, barrier):
+        barrier.wait()
+        for _ in range(3):
+            gm = capture(request(Labelled(label), lambda: torch.randn(2, 4))).module
+            found.setdefault(label, []).append(
+                (names(gm), {n.name: names_of(n) for n in gm.graph.nodes if names_of(n)})
+            )
+
+    barrier = threading.Barrier(3)
+    threads = [threading.Thread(target=run, args=(f"t{i}", barrier)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(3):
+        label = f"t{i}"
+        assert found[label] == [({"t": [label], "mm": [label], "sin": []}, {"mm": (label,)})] * 3

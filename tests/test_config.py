@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autop_ac.config import ACConfig, CompileConfig, parse_bytes
 from autop_ac.errors import ConfigError, HintError
-from autop_ac.policies import MATMUL, Selector
+from autop_ac.policies import MATMUL, Rule, Selector, every
 
 aten = torch.ops.aten
 
@@ -89,6 +89,34 @@ def test_contradictory_rules():
     with pytest.raises(HintError):
         ACConfig(save=[aten.mm.default], recompute=[aten.mm])
     ACConfig(save=[aten.mm.default], recompute=[aten.mm.out, aten.addmm])
+
+
+def test_rules():
+    config = ACConfig(rules=["layers.*=recompute", Rule(op=every(2, aten.mm), action="save")])
+    assert config == ACConfig(rules=("layers.*=recompute", "::aten.mm/2=save"))
+    assert [str(r) for r in config.rules] == ["layers.*=recompute", "::aten.mm/2=save"]
+    assert ACConfig(rules="layers.*=save").rules == (Rule("layers.*", action="save"),)
+    assert ACConfig().rules == ()
+    mixed = ACConfig(save=[MATMUL, every(2, aten.sin), "q"], recompute=["aten.sin"], rules="a=save")
+    assert [str(r) for r in mixed.rules_in_order] == [
+        "a=save", "::q=save", "::aten.sin/2=save", "::MATMUL=save", "::aten.sin=recompute",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rules": "layers.*"}, "rules: rule 'layers.*' has no action"),
+        ({"rules": [3]}, "rules: 3 .int. is no rule"),
+        ({"rules": ["a=save", "a=recompute"]}, '"a=save" and "a=recompute" speak of the same'),
+        ({"rules": ["::aten.mm=save"], "recompute": [aten.mm]}, '"::aten.mm=recompute" speak of'),
+        ({"save": "q", "recompute": "q"}, "save=q and recompute=q both select q"),
+    ],
+)
+def test_bad_rules(settings, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        ACConfig(**settings)
+    assert isinstance(error.value, HintError) == ("speak of" in message or "both" in message)
 
 
 def test_compile_config():

@@ -24,9 +24,38 @@ def module_path(stack: Mapping[str, Any] | None, *, prefix: str = "") -> str:
     """
     if not stack:
         return ""
-    text = str(next(reversed(list(stack.values())))[0])
+    return _user_path(next(reversed(list(stack.values())))[0], prefix)
+
+
+def block_instance(stack: Mapping[str, Any] | None, *, prefix: str = "") -> str:
+    """The repeated block that an ``nn_module_stack`` is in, ``""`` where it is in none.
+
+    A block is a module path to its first number, ``layers.3``; ``layers.3@1`` is its second call.
+
+    Args:
+        stack, prefix: as for `module_path`.
+    """
+    block = block_of_path(module_path(stack, prefix=prefix))
+    for key, entry in stack.items() if stack and block else ():
+        if _user_path(entry[0], prefix) == block:
+            _, at, call = str(key).partition("@")
+            return block + at + call
+    return block
+
+
+def block_of_path(path: str) -> str:
+    """A module path to its first number, ``""`` where it has none."""
+    parts = path.split(".")
+    place = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    return "" if place is None else ".".join(parts[: place + 1])
+
+
+def _user_path(entry: Any, prefix: str) -> str:
+    text = str(entry)
     text = re.sub(r"\['([^']+)'\]|\[(\d+)\]", lambda m: "." + (m.group(1) or m.group(2)), text)
-    text = re.sub(r"@\d+", "", text).replace("._modules.", ".")
+    text = re.sub(r"@\d+", "", text)
+    # an attribute that a wrapper looks up by hand: `__dict__["_modules"]["_checkpoint_wrapped_module"]`
+    text = text.replace(".__dict__.", ".").replace("._modules.", ".")
     text = user_name(re.sub(r"^L\.self", "", text).lstrip("."))
     if prefix and (text == prefix or text.startswith(prefix + ".")):
         text = text[len(prefix) :].lstrip(".")

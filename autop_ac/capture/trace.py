@@ -19,10 +19,11 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch as private
-from ..annotate import capturing
+from ..annotate import capturing, is_region_object
 from ..errors import CaptureError, ConfigError
 from .calling import CallForm, Calling, FlatForward, call_form, noting_types
 from .joint import JointGraph, Port
+from .marks import take_marks
 from .names import source_line, user_name
 
 _MODEL = "model"  # where `FlatForward` keeps the user's model
@@ -112,6 +113,12 @@ def capture(wanted: Request, training: Sequence[bool] | None = None) -> JointGra
     Raises:
         CaptureError: the model has a graph break, an unsupported construct or no gradient.
     """
+    # torch traces one thread at a time: annotations and the tracer's patches are the process's
+    with private.compile_lock:
+        return _capture(wanted, training)
+
+
+def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
     policy = wanted.mp_policy
     model = copy.deepcopy(wanted.model, {id(t): t for t in _tensors_of(wanted.model)})
     for module, mode in zip(model.modules(), training or (), strict=bool(training)):
@@ -132,12 +139,20 @@ def capture(wanted: Request, training: Sequence[bool] | None = None) -> JointGra
             graph = private._dynamo_graph_capture_for_export(entry)(*tensors)
     except (private.TorchDynamoException, AssertionError) as error:
         line = source_line(str(error)) or source_line(_user_frames(error))
+        if is_region_object(str(error)):
+            raise CaptureError(
+                f"{where}: an ac_region that was made outside of forward is entered at "
+                f"{line or 'an unknown line'}, and Dynamo enters no object from outside. Call it there: "
+                "`with self.region():` in place of `with self.region:`; or make it there, "
+                "`with ac_region(...):`"
+            ) from error
         raise CaptureError(
             f"{where}: Dynamo cannot trace the model as one graph, at {line or 'an unknown line'}. "
             f"Remove what it names from forward, or move it out of the model.\n{error}"
         ) from error
     names = _restore_dtypes(graph, wanted.originals, wanted.fake_mode)
     joint = _export_joint(graph, tensors, where)
+    take_marks(joint.graph_module)
     return _describe(joint, names, wanted, tuple(output_types))
 
 

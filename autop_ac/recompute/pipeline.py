@@ -71,7 +71,7 @@ def plan_recompute(
     off = settle(hints=hinted, rules={}, auto={}, enable=False)
     if not config.enable:
         return _finish(local, facts, off, off, None, hints.messages)
-    rules, rule_notes = rule_wishes(facts, config)
+    rules, rule_notes = rule_wishes(facts, config, hints.catalog)
     without_auto = settle(hints=hinted, rules=rules, auto={})
     notes = (*hints.messages, *rule_notes)
     if config.stage_bytes is None and config.stage_size != "auto":

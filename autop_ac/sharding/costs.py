@@ -9,26 +9,13 @@ Collectives work on dim 0: a shard of another dim costs one more pass over memor
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from ..graph.cost import Collective, collective_time_s
 from ..graph.devices import Topology
+from .layout import local_bytes
 from .plan import Placements
-
-
-def local_bytes(
-    shape: Sequence[int], itemsize: int, placements: Placements, mesh_shape: Sequence[int]
-) -> int:
-    """Bytes of the largest shard, each cut rounded up."""
-    sizes = list(shape)
-    for placement, count in zip(placements, mesh_shape, strict=True):
-        if isinstance(placement, Shard):
-            sizes[placement.dim] = -(-sizes[placement.dim] // count)
-    return math.prod(sizes) * itemsize
 
 
 class RedistributionCosts:

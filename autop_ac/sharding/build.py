@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ from ..graph.devices import DeviceSpec
 from .chains import activation_nodes, parameter_casts
 from .constraints import Constraints
 from .edges import collect_edges
+from .fold import fold, is_tensor_node
 from .formulation import Problem
 from .groups import (
     Draft,
@@ -52,13 +52,19 @@ class Built:
 
 def build_problem(joint: JointGraph, constraints: Constraints, settings: Settings) -> Built:
     """The integer program's data: groups, options, edges, ties, memory."""
-    graph = joint.module.graph
     inputs, outputs = port_placements(joint, constraints, settings.shape)
     finder = OptionFinder(settings.mesh, settings.device)
-    uneven_chain = parameter_casts(joint)
+    uneven_chain, activations = parameter_casts(joint), activation_nodes(joint)
+    marks: dict[torch.fx.Node, Hashable] = {
+        node: (node in uneven_chain, node in activations, _own_mark(node, joint, constraints))
+        for node in joint.module.graph.nodes
+    }
     draft = Draft()
-    for node in graph.nodes:
-        if node.op == "placeholder":
+    for node, first in fold(joint, marks, enable=settings.fold).items():
+        if first is not node:
+            if first.name in draft.group_of:
+                draft.join(node.name, draft.group_of[first.name])
+        elif node.op == "placeholder":
             port = joint.placeholders[node.name]
             draft.add(node.name, placeholder_options(node, port, inputs, settings.shape), node)
         elif node.op == "get_attr":
@@ -66,7 +72,7 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: Setting
             if isinstance(value, torch.Tensor):
                 node.meta.setdefault("val", value)
                 draft.add(node.name, [placed(replicated(settings.shape), value, settings)], node)
-        elif node.op == "call_function" and node.target is not operator.getitem:
+        elif is_tensor_node(node):
             options = finder.options(node)
             if node in uneven_chain:
                 options = (*options, *uneven_casts(node, options, settings))
@@ -74,11 +80,10 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: Setting
     results = result_groups(joint, draft, outputs, settings.shape)
     smallest = {g: min(o.output_bytes for o in options) for g, options in enumerate(draft.options)}
     fix_nodes(joint, draft, constraints)
-    drop_unreachable(draft)
-    edges = collect_edges(joint, draft, results, settings)
+    drop_unreachable(draft, joint)
+    edges, values = collect_edges(joint, draft, results, settings)
     memory, low, high = _parameter_memory(joint, draft, constraints, smallest)
     spread_s = _SPREAD * max(settings.topology.latency_s)
-    activations = activation_nodes(joint)
     problem = Problem(
         names=tuple(draft.names),
         options=tuple(draft.options),
@@ -88,7 +93,9 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: Setting
             )
             for options, node in zip(draft.options, draft.nodes, strict=True)
         ),
+        counts=tuple(draft.counts),
         edges=edges,
+        values=values,
         ties=tangent_ties(joint, draft, results),
         memory=memory,
         memory_low=low,
@@ -97,6 +104,14 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: Setting
     slots = tuple(r for r in results if r is not None)
     notes = (*finder.notes, *default_notes(constraints, inputs, settings.shape))
     return Built(problem, dict(draft.group_of), slots, notes)
+
+
+def _own_mark(node: torch.fx.Node, joint: JointGraph, constraints: Constraints) -> str:
+    """The node's name where the user has placed it: it then stands alone."""
+    if node.name in constraints.nodes:
+        return node.name
+    port = joint.placeholders.get(node.name)
+    return node.name if port is not None and port.name in constraints.nodes else ""
 
 
 def _seconds(
@@ -140,19 +155,17 @@ def _parameter_memory(
     """
     memory, total, slack = [], 0, 0.0
     high, low = constraints.parameter_high, constraints.parameter_low
-    for name, port in joint.placeholders.items():
-        if port.kind != "parameter":
+    for group, (node, count) in enumerate(zip(draft.nodes, draft.counts, strict=True)):
+        if node is None or node.op != "placeholder":
             continue
-        group = draft.group_of[name]
-        node = draft.nodes[group]
-        assert node is not None
+        if joint.placeholders[node.name].kind != "parameter":
+            continue
         value = node.meta["val"]
         size = value.numel() * value.element_size()
-        sizes = tuple(o.output_bytes for o in draft.options[group])
-        memory.append((group, sizes))
-        total += size
+        memory.append((group, tuple(count * o.output_bytes for o in draft.options[group])))
+        total += count * size
         if high is not None:
-            slack += max(0.0, smallest[group] - high * size)
+            slack += count * max(0.0, smallest[group] - high * size)
     upper = None if high is None else high * total + slack
     lower = None if low is None else low * total
     return tuple(memory), lower, upper

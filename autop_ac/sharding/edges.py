@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.distributed.tensor.placement_types import Partial
 
 from ..capture.joint import JointGraph
 from .chains import gathered_twice, reduced_late
 from .costs import RedistributionCosts
-from .formulation import Edge
+from .fold import is_tensor_node
+from .formulation import Edge, Value
 from .groups import Draft, Settings, source_of
 from .option import given, leaves_of, outputs_of, wanted
 from .plan import Placements
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What makes reads equal: both ends, and what the prices depend on."""
+
+    producer: int
+    output: int
+    consumer: int
+    slot: int
+    twice: bool
+    late: bool
 
 
 def collect_edges(
@@ -21,69 +37,73 @@ def collect_edges(
     draft: Draft,
     results: Sequence[tuple[int, int] | None],
     settings: Settings,
-) -> tuple[Edge, ...]:
-    prices = RedistributionCosts(
-        settings.shape, settings.topology, settings.device.memory_bandwidth
-    )
+) -> tuple[tuple[Edge, ...], tuple[Value, ...]]:
+    """The edges and values of a graph, equal ones put together."""
     twice = gathered_twice(joint) if settings.reshard_after_forward else set()
     late = reduced_late(joint, settings.reduce_dtype)
-    numbers: dict[tuple[int, int], int] = {}
-    edges = []
+    first: dict[_Read, tuple[torch.fx.Node, torch.fx.Node | None]] = {}
+    readers: dict[tuple[str, int], dict[_Read, None]] = defaultdict(dict)
 
     def add(leaf: torch.fx.Node, reader: torch.fx.Node | None, consumer: int, slot: int) -> None:
         source = source_of(draft, leaf)
         if source is None:
             return
-        value = leaf.meta["val"]
-        seconds = _pairs(
-            draft, source, (consumer, slot), value, prices,
-            factor=2.0 if leaf in twice else 1.0,
-            keep_partial=(leaf, reader) in late,
-            follow=settings.mesh.ndim > 1 and reader is not None and _follows(reader, value),
-        )  # fmt: skip
-        number = numbers.setdefault(source, len(numbers))
-        edges.append(Edge(number, *source, consumer, slot, seconds))
+        read = _Read(*source, consumer, slot, leaf in twice, (leaf, reader) in late)
+        first.setdefault(read, (leaf, reader))
+        name = (
+            leaf.name if is_tensor_node(leaf) or leaf.op != "call_function" else leaf.args[0].name
+        )
+        readers[name, source[1]][read] = None
 
-    for group, node in enumerate(draft.nodes):
-        if node is not None and node.op == "call_function":
+    for node in joint.module.graph.nodes:
+        if is_tensor_node(node):
+            group = draft.group_of[node.name]
             for slot, leaf in enumerate(leaves_of(node)):
                 add(leaf, node, group, slot)
     for where, result in zip(results, joint.module.graph.output_node().args[0], strict=True):
         if where is not None:
             add(result, None, *where)
-    return tuple(edges)
+    numbers = {read: i for i, read in enumerate(first)}
+    alike = Counter(tuple(sorted(numbers[r] for r in reads)) for reads in readers.values())
+    prices = RedistributionCosts(
+        settings.shape,
+        settings.topology,
+        settings.device.memory_bandwidth,
+        exchange=settings.device.name != "cpu",  # gloo has no all-to-all
+    )
+    edges = tuple(_edge(draft, read, *nodes, prices) for read, nodes in first.items())
+    return edges, tuple(Value(numbered, count) for numbered, count in alike.items())
 
 
-def _pairs(
+def _edge(
     draft: Draft,
-    source: tuple[int, int],
-    reader: tuple[int, int],
-    value: torch.Tensor,
+    read: _Read,
+    leaf: torch.fx.Node,
+    reader: torch.fx.Node | None,
     prices: RedistributionCosts,
-    *,
-    factor: float,
-    keep_partial: bool,
-    follow: bool,
-) -> dict[tuple[Placements, Placements], float]:
+) -> Edge:
     """Prices of the moves that an edge may make.
 
-    With `follow`, a value is moved in front of a one-input operator only where the operator cannot
-    take it as it is: moving its result costs the same and leaves fewer variables.
+    On two axes and more, a value is moved in front of a one-input operator only where the operator
+    cannot take it as it is: moving its result costs the same and leaves fewer variables.
     """
-    sources = dict.fromkeys(given(o, source[1]) for o in draft.options[source[0]])
-    targets = dict.fromkeys(wanted(o, reader[1]) for o in draft.options[reader[0]])
-    seconds = {}
-    for p in sources:
-        for q in targets:
-            if p != q and follow and p in targets:
-                continue
-            leaves = any(isinstance(a, Partial) and a != b for a, b in zip(p, q, strict=True))
-            if keep_partial and leaves:
-                continue
-            price = prices.seconds(value, p, q)
-            if price is not None:
-                seconds[p, q] = price * factor
-    return seconds
+    value = leaf.meta["val"]
+    sources = tuple(dict.fromkeys(given(o, read.output) for o in draft.options[read.producer]))
+    targets = tuple(dict.fromkeys(wanted(o, read.slot) for o in draft.options[read.consumer]))
+    seconds = prices.matrix(value, sources, targets) * (2.0 if read.twice else 1.0)
+    several_axes = len(prices.mesh_shape) > 1
+    follow = several_axes and reader is not None and _follows(reader, value)
+    known = set(targets)
+    for i, p in enumerate(sources):
+        if follow and p in known:
+            seconds[i, [j for j, q in enumerate(targets) if q != p]] = np.inf
+        if read.late:
+            seconds[i, [j for j, q in enumerate(targets) if _leaves_partial(p, q)]] = np.inf
+    return Edge(read.producer, read.output, read.consumer, read.slot, sources, targets, seconds)
+
+
+def _leaves_partial(p: Placements, q: Placements) -> bool:
+    return any(isinstance(a, Partial) and a != b for a, b in zip(p, q, strict=True))
 
 
 def _follows(node: torch.fx.Node, value: torch.Tensor) -> bool:

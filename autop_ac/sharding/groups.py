@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from ..capture.joint import JointGraph, Port
 from ..errors import ConfigError
 from ..graph.devices import DeviceSpec, Topology
 from .constraints import Constraints
+from .fold import is_tensor_node
 from .layout import free_placements, local_bytes, replicated
 from .option import Option, leaves_of, outputs_of
 from .plan import Placements
@@ -23,32 +25,44 @@ from .plan import Placements
 
 @dataclass(frozen=True)
 class Settings:
+    """What the program is built for; `fold`: whether equal layers share variables."""
+
     mesh: DeviceMesh
     device: DeviceSpec
     topology: Topology
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
+    fold: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Sizes of the mesh axes."""
         return tuple(self.mesh.shape)
 
 
 @dataclass
 class Draft:
-    """Groups as they are collected, in graph order."""
+    """Groups as they are collected, in graph order; `nodes` holds the first of each group's nodes."""
 
     names: list[str] = field(default_factory=list)
     options: list[tuple[Option, ...]] = field(default_factory=list)
     nodes: list[torch.fx.Node | None] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
     group_of: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, options: Iterable[Option], node: torch.fx.Node | None = None) -> int:
+        """A new group of one node, or of none where it is a result."""
         self.names.append(name)
         self.options.append(tuple(options))
         self.nodes.append(node)
+        self.counts.append(1)
         self.group_of[name] = len(self.names) - 1
         return len(self.names) - 1
+
+    def join(self, name: str, group: int) -> None:
+        """One more node of a group."""
+        self.counts[group] += 1
+        self.group_of[name] = group
 
 
 def placed(placements: Placements, value: torch.Tensor, settings: Settings) -> Option:
@@ -115,27 +129,32 @@ def fix_nodes(joint: JointGraph, draft: Draft, constraints: Constraints) -> None
         draft.options[group] = kept
 
 
-def drop_unreachable(draft: Draft) -> None:
-    """Drop options that read a Partial which no producer can give, and dominated options.
+def drop_unreachable(draft: Draft, joint: JointGraph) -> None:
+    """Drop options that read a Partial which no producer can give, and repeated options.
 
     Nothing becomes Partial by a move, so an option that wants one needs a producer that gives it.
-    Groups are in graph order, so one pass is enough.
     """
-    for group, node in enumerate(draft.nodes):
-        if node is None or node.op != "call_function":
-            continue
-        kept = draft.options[group]
-        for slot, leaf in enumerate(leaves_of(node)):
-            source = source_of(draft, leaf)
-            if source is None:
-                continue
-            available = {o.outputs[source[1]] for o in draft.options[source[0]]}
+    sources: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+    for node in joint.module.graph.nodes:
+        if is_tensor_node(node):
+            for slot, leaf in enumerate(leaves_of(node)):
+                source = source_of(draft, leaf)
+                if source is not None:
+                    sources[draft.group_of[node.name], slot].add(source)
+    changed = True
+    while changed:  # layers read layers of their own kind, so that one pass need not be enough
+        changed = False
+        for (group, slot), givers in sources.items():
+            available = {o.outputs[output] for g, output in givers for o in draft.options[g]}
             kept = tuple(
-                o for o in kept
+                o for o in draft.options[group]
                 if o.inputs[slot] is None or _may_come(available, o.inputs[slot])
             )  # fmt: skip
+            changed = changed or len(kept) < len(draft.options[group])
+            draft.options[group] = kept
+    for group, options in enumerate(draft.options):
         best: dict[Any, Option] = {}
-        for option in kept:
+        for option in options:
             key = (option.inputs, option.outputs)
             if key not in best or option.compute_s < best[key].compute_s:
                 best[key] = option

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..capture.joint import JointGraph
 from .build import Built
-from .option import Option, given, wanted
+from .formulation import move_on
+from .option import Option
 from .plan import Choice, Placements, ShardingPlan
 
 
@@ -17,22 +18,21 @@ def plan_of(
 ) -> ShardingPlan:
     problem = built.problem
     picked = [options[i] for options, i in zip(problem.options, chosen, strict=True)]
-    moved: set[tuple[int, Placements]] = set()
     seconds = [0.0] * len(picked)
-    for edge in problem.edges:
-        source = given(picked[edge.producer], edge.output)
-        target = wanted(picked[edge.consumer], edge.slot)
-        if (edge.value, target) not in moved:
-            moved.add((edge.value, target))
-            place = edge.consumer if edge.slot >= 0 else edge.producer
-            seconds[place] += edge.seconds[source, target]
+    for value in problem.values:
+        moved: set[Placements] = set()
+        for edge in (problem.edges[number] for number in value.edges):
+            target, price = move_on(problem, edge, picked)
+            if target not in moved:
+                moved.add(target)
+                place = edge.consumer if edge.slot >= 0 else edge.producer
+                seconds[place] += value.count * price
     choices = {}
     for name, group in built.group_of.items():
         if not name.startswith("result "):
             option = picked[group]
-            choices[name] = Choice(
-                name, option.inputs, option.outputs, option.compute_s, seconds[group]
-            )
+            share = seconds[group] / problem.counts[group]
+            choices[name] = Choice(name, option.inputs, option.outputs, option.compute_s, share)
     output = joint.module.graph.output_node()
     brought = tuple(
         None if (option := picked[group]).outputs[:1] == (None,) else _wanted_or_none(option, slot)

@@ -2,52 +2,58 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import highspy
 import numpy as np
 
 from ..errors import SolverError
-from .formulation import Problem
+from .formulation import Edge, Problem
 from .option import given, wanted, whole
 from .plan import Placements
 
 _MICRO = 1e6  # the solver's tolerances suit microseconds
 _INFINITY = highspy.kHighsInf
 _SOLVER: Any = highspy.Highs.__base__  # the class on top of it prints a banner when it is made
+Array = np.ndarray
 
 
 class _Program:
-    """Columns and rows as they are added."""
+    """Columns and rows as they are added, all at once where there are many."""
 
     def __init__(self) -> None:
-        self.cost: list[float] = []
-        self.upper: list[float] = []
-        self.integer: list[int] = []
-        self.low: list[float] = []
-        self.high: list[float] = []
-        self.start: list[int] = [0]
-        self.index: list[int] = []
-        self.value: list[float] = []
+        self.costs: list[Array] = []
+        self.columns = 0
+        self.integers = 0  # the first columns are integer
+        self.low: list[Array] = []
+        self.high: list[Array] = []
+        self.rows = 0
+        self.entries: list[tuple[Array, Array, Array]] = []  # rows, columns, values
 
-    def column(self, cost: float, *, integer: bool = False) -> int:
-        self.cost.append(cost)
-        self.upper.append(1.0)
-        if integer:
-            self.integer.append(len(self.cost) - 1)
-        return len(self.cost) - 1
+    def add_columns(self, costs: Array) -> Array:
+        """Numbers of new columns in [0, 1]."""
+        self.costs.append(np.asarray(costs, dtype=float))
+        self.columns += len(costs)
+        return np.arange(self.columns - len(costs), self.columns)
 
-    def row(self, plus: Sequence[int], minus: Sequence[int], low: float, high: float) -> None:
-        self.weighted([(c, 1.0) for c in plus] + [(c, -1.0) for c in minus], low, high)
+    def add_rows(self, count: int, low: float, high: float) -> Array:
+        """Numbers of new rows, still empty."""
+        self.low.append(np.full(count, low))
+        self.high.append(np.full(count, high))
+        self.rows += count
+        return np.arange(self.rows - count, self.rows)
 
-    def weighted(self, terms: Sequence[tuple[int, float]], low: float, high: float) -> None:
-        self.index.extend(c for c, _ in terms)
-        self.value.extend(w for _, w in terms)
-        self.start.append(len(self.index))
-        self.low.append(low)
-        self.high.append(high)
+    def set(self, rows: Array, columns: Array, value: float | Array) -> None:
+        """Entries of the matrix."""
+        values = np.broadcast_to(np.asarray(value, dtype=float), np.shape(columns))
+        self.entries.append((np.broadcast_to(rows, np.shape(columns)), columns, values))
+
+    def matrix(self) -> tuple[Array, Array, Array]:
+        """Starts, columns and values, row by row."""
+        rows, columns, values = (np.concatenate(part) for part in zip(*self.entries, strict=True))
+        order = np.argsort(rows, kind="stable")
+        starts = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=self.rows))])
+        return starts.astype(np.int32), columns[order].astype(np.int32), values[order]
 
 
 def solve(
@@ -62,7 +68,8 @@ def solve(
         return None
     program = _Program()
     x = _choose_one(program, problem)
-    _edges(program, problem, x)
+    y = _flows(program, problem, x)
+    _moves(program, problem, y)
     _ties(program, problem, x)
     _memory(program, problem, x)
     found = _run(program, time_limit_s, gap)
@@ -71,99 +78,114 @@ def solve(
     values, reached = found
     chosen = []
     for name, columns in zip(problem.names, x, strict=True):
-        ones = [i for i, c in enumerate(columns) if round(values[c]) == 1]
+        ones = np.flatnonzero(np.round(values[columns]) == 1)
         if len(ones) != 1:
             raise SolverError(f"the solver gave {len(ones)} options for {name} where one is needed")
-        chosen.append(ones[0])
+        chosen.append(int(ones[0]))
     return tuple(chosen), reached
 
 
-def _choose_one(program: _Program, problem: Problem) -> list[list[int]]:
+def _choose_one(program: _Program, problem: Problem) -> list[Array]:
     x = []
-    for seconds in problem.option_s:
-        columns = [program.column(s * _MICRO, integer=True) for s in seconds]
-        program.row(columns, [], 1.0, 1.0)
+    for seconds, count in zip(problem.option_s, problem.counts, strict=True):
+        columns = program.add_columns(np.array(seconds) * (count * _MICRO))
+        program.set(program.add_rows(1, 1.0, 1.0), columns, 1.0)
         x.append(columns)
+    program.integers = program.columns
     return x
 
 
-def _edges(program: _Program, problem: Problem, x: list[list[int]]) -> None:
-    readers: dict[int, int] = defaultdict(int)
-    for edge in problem.edges:
-        readers[edge.value] += 1
-    shared: dict[tuple[int, Placements, Placements], int] = {}
-    for edge in problem.edges:
-        sources: dict[Placements, list[int]] = defaultdict(list)
-        targets: dict[Placements, list[int]] = defaultdict(list)
-        for column, option in zip(x[edge.producer], problem.options[edge.producer], strict=True):
-            sources[given(option, edge.output)].append(column)
-        for column, option in zip(x[edge.consumer], problem.options[edge.consumer], strict=True):
-            targets[wanted(option, edge.slot)].append(column)
-        leaving: dict[Placements, list[int]] = {p: [] for p in sources}
-        arriving: dict[Placements, list[int]] = {q: [] for q in targets}
-        for (p, q), seconds in edge.seconds.items():
-            if p not in sources or q not in targets:
-                continue
-            alone = readers[edge.value] == 1
-            y = program.column(seconds * _MICRO if alone else 0.0)
-            leaving[p].append(y)
-            arriving[q].append(y)
-            if seconds > 0 and not alone:
-                key = (edge.value, p, q)
-                if key not in shared:
-                    shared[key] = program.column(seconds * _MICRO)
-                program.row([shared[key]], [y], 0.0, _INFINITY)
-        for p, columns in sources.items():
-            program.row(leaving[p], columns, 0.0, 0.0)
-        for q, columns in targets.items():
-            program.row(arriving[q], columns, 0.0, 0.0)
+def _flows(program: _Program, problem: Problem, x: list[Array]) -> list[Array]:
+    """Columns by [source, target] of each edge, -1 where the move is forbidden."""
+    alone = [0] * len(problem.edges)  # values of which the edge is the only reader
+    for value in problem.values:
+        if len(value.edges) == 1:
+            alone[value.edges[0]] += value.count
+    y = []
+    for edge, count in zip(problem.edges, alone, strict=True):
+        p, q = np.nonzero(np.isfinite(edge.seconds))
+        columns = program.add_columns(edge.seconds[p, q] * (count * _MICRO))
+        gives, wants = ends(problem, edge)
+        leaving = program.add_rows(len(edge.sources), 0.0, 0.0)
+        arriving = program.add_rows(len(edge.targets), 0.0, 0.0)
+        program.set(leaving[p], columns, 1.0)
+        program.set(leaving[gives], x[edge.producer], -1.0)
+        program.set(arriving[q], columns, 1.0)
+        program.set(arriving[wants], x[edge.consumer], -1.0)
+        numbers = np.full(edge.seconds.shape, -1)
+        numbers[p, q] = columns
+        y.append(numbers)
+    return y
 
 
-def _ties(program: _Program, problem: Problem, x: list[list[int]]) -> None:
+def ends(problem: Problem, edge: Edge) -> tuple[Array, Array]:
+    """Per option of the producer the number of its source, per option of the consumer its target."""
+    sources = {p: i for i, p in enumerate(edge.sources)}
+    targets = {q: i for i, q in enumerate(edge.targets)}
+    gives = [sources[given(o, edge.output)] for o in problem.options[edge.producer]]
+    wants = [targets[wanted(o, edge.slot)] for o in problem.options[edge.consumer]]
+    return np.array(gives, dtype=int), np.array(wants, dtype=int)
+
+
+def _moves(program: _Program, problem: Problem, y: list[Array]) -> None:
+    """Moves of values with several readers, which pay once for each target."""
+    for value in problem.values:
+        if len(value.edges) == 1:
+            continue
+        by_move: dict[tuple[int, Placements], list[int]] = {}
+        price: dict[tuple[int, Placements], float] = {}
+        for number in value.edges:
+            edge = problem.edges[number]
+            for i, j in zip(*np.nonzero(np.isfinite(edge.seconds)), strict=True):
+                if edge.seconds[i, j] > 0:
+                    key = (int(i), edge.targets[j])
+                    by_move.setdefault(key, []).append(int(y[number][i, j]))
+                    price[key] = float(edge.seconds[i, j])
+        z = program.add_columns(np.array(list(price.values())) * (value.count * _MICRO))
+        pairs = [(c, m) for c, moves in zip(z, by_move.values(), strict=True) for m in moves]
+        if pairs:
+            rows = program.add_rows(len(pairs), 0.0, _INFINITY)
+            shared, single = np.array(pairs).T
+            program.set(rows, shared, 1.0)
+            program.set(rows, single, -1.0)
+
+
+def _ties(program: _Program, problem: Problem, x: list[Array]) -> None:
     for a, b in problem.ties:
-        left: dict[Placements, list[int]] = defaultdict(list)
-        right: dict[Placements, list[int]] = defaultdict(list)
-        for column, option in zip(x[a], problem.options[a], strict=True):
-            left[given(option, 0)].append(column)
-        for column, option in zip(x[b], problem.options[b], strict=True):
-            right[whole(wanted(option, 0))].append(column)
-        for key in dict.fromkeys([*left, *right]):
-            program.row(left.get(key, []), right.get(key, []), 0.0, 0.0)
+        left = [given(o, 0) for o in problem.options[a]]
+        right = [whole(wanted(o, 0)) for o in problem.options[b]]
+        keys = {key: i for i, key in enumerate(dict.fromkeys([*left, *right]))}
+        rows = program.add_rows(len(keys), 0.0, 0.0)
+        program.set(rows[[keys[k] for k in left]], x[a], 1.0)
+        program.set(rows[[keys[k] for k in right]], x[b], -1.0)
 
 
-def _memory(program: _Program, problem: Problem, x: list[list[int]]) -> None:
+def _memory(program: _Program, problem: Problem, x: list[Array]) -> None:
     low, high = problem.memory_low, problem.memory_high
     if not problem.memory or (low is None and high is None):
         return
     unit = max(max(sizes) for _, sizes in problem.memory) or 1
-    terms = [
-        (column, size / unit)
-        for group, sizes in problem.memory
-        for column, size in zip(x[group], sizes, strict=True)
-    ]
-    program.weighted(
-        terms,
+    row = program.add_rows(
+        1,
         -_INFINITY if low is None else low / unit,
         _INFINITY if high is None else high / unit,
     )
+    for group, sizes in problem.memory:
+        program.set(row, x[group], np.array(sizes) / unit)
 
 
-def _run(program: _Program, time_limit_s: float, gap: float) -> tuple[np.ndarray, float] | None:
-    columns, rows = len(program.cost), len(program.low)
+def _run(program: _Program, time_limit_s: float, gap: float) -> tuple[Array, float] | None:
+    columns, rows = program.columns, program.rows
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = columns, rows
-    lp.col_cost_ = np.array(program.cost)
-    lp.col_lower_ = np.zeros(columns)
-    lp.col_upper_ = np.array(program.upper)
-    lp.row_lower_, lp.row_upper_ = np.array(program.low), np.array(program.high)
+    lp.col_cost_ = np.concatenate(program.costs)
+    lp.col_lower_, lp.col_upper_ = np.zeros(columns), np.ones(columns)
+    lp.row_lower_, lp.row_upper_ = np.concatenate(program.low), np.concatenate(program.high)
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     lp.a_matrix_.num_col_, lp.a_matrix_.num_row_ = columns, rows
-    lp.a_matrix_.start_ = np.array(program.start, dtype=np.int32)
-    lp.a_matrix_.index_ = np.array(program.index, dtype=np.int32)
-    lp.a_matrix_.value_ = np.array(program.value)
+    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = program.matrix()
     kinds = [highspy.HighsVarType.kContinuous] * columns
-    for column in program.integer:
-        kinds[column] = highspy.HighsVarType.kInteger
+    kinds[: program.integers] = [highspy.HighsVarType.kInteger] * program.integers
     lp.integrality_ = kinds
     solver = _SOLVER()
     for name, setting in (

@@ -9,7 +9,7 @@ from ..errors import InfeasibleError
 from .build import build_problem
 from .constraints import Constraints
 from .groups import Settings
-from .solve import solve
+from .optimise import optimise
 
 
 def why_infeasible(
@@ -36,7 +36,7 @@ def why_infeasible(
             continue
         weaker = _fit_lengths(joint, weaker, many)
         problem = build_problem(joint, weaker, settings).problem
-        if solve(problem, time_limit_s=time_limit_s, gap=1.0) is not None:
+        if optimise(problem, time_limit_s=time_limit_s, gap=1.0) is not None:
             helpful.append(name)
     named = " and ".join(helpful) or ", ".join(n for n, on in active.items() if on) or "none given"
     budget = smallest = None

@@ -71,6 +71,11 @@ class RedistributionCosts:
             self._memo[key] = self._price(*key)
         return self._memo[key]
 
+    def ends_partial(self, sources: Sequence[Placements], targets: Sequence[Placements]) -> Array:
+        """Which moves [source, target] sum up a Partial."""
+        p, q = self._encode(sources)[:, None, :], self._encode(targets)[None, :, :]
+        return ((p < _REPLICATE) & (p != q)).any(-1)
+
     def _price(
         self,
         shape: tuple[int, ...],

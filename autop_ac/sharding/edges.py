@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.distributed.tensor.placement_types import Partial
 
 from ..capture.joint import JointGraph
 from .chains import gathered_twice, reduced_late
@@ -17,7 +16,6 @@ from .fold import is_tensor_node
 from .formulation import Edge, Value
 from .groups import Draft, Settings, source_of
 from .option import given, leaves_of, outputs_of, wanted
-from .plan import Placements
 
 
 @dataclass(frozen=True)
@@ -93,17 +91,14 @@ def _edge(
     seconds = prices.matrix(value, sources, targets) * (2.0 if read.twice else 1.0)
     several_axes = len(prices.mesh_shape) > 1
     follow = several_axes and reader is not None and _follows(reader, value)
-    known = set(targets)
-    for i, p in enumerate(sources):
-        if follow and p in known:
-            seconds[i, [j for j, q in enumerate(targets) if q != p]] = np.inf
-        if read.late:
-            seconds[i, [j for j, q in enumerate(targets) if _leaves_partial(p, q)]] = np.inf
+    if follow:
+        column = {q: j for j, q in enumerate(targets)}
+        stays = np.array([column.get(p, -1) for p in sources])
+        moves = np.arange(len(targets))[None, :] != stays[:, None]
+        seconds[moves & (stays >= 0)[:, None]] = np.inf
+    if read.late:
+        seconds[prices.ends_partial(sources, targets)] = np.inf
     return Edge(read.producer, read.output, read.consumer, read.slot, sources, targets, seconds)
-
-
-def _leaves_partial(p: Placements, q: Placements) -> bool:
-    return any(isinstance(a, Partial) and a != b for a, b in zip(p, q, strict=True))
 
 
 def _follows(node: torch.fx.Node, value: torch.Tensor) -> bool:

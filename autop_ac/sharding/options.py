@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,15 @@ from .plan import Placements
 from .rules import Row, axis_rows
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What an operator gives on local shapes: shapes and bytes per output, seconds."""
+
+    shapes: tuple[tuple[int, ...] | None, ...]
+    bytes: tuple[int, ...]
+    time_s: float
+
+
 class OptionFinder:
     """Options of the operators of one graph on one mesh, memoised by operator and arguments."""
 
@@ -42,6 +52,7 @@ class OptionFinder:
         self.notes: list[str] = []
         self._memo: dict[Any, tuple[Option, ...]] = {}
         self._rows: dict[Any, list[Row] | None] = {}
+        self._shapes: dict[Any, tuple[int, ...] | None] = {}
         self._meshes: dict[int, DeviceMesh] = {}
 
     def options(self, node: torch.fx.Node) -> tuple[Option, ...]:
@@ -71,46 +82,84 @@ class OptionFinder:
             ]
             per_axis.append(fitting)
         found: list[Option] = []
+        tried: dict[Any, _Run | None] = {}
         for chosen in itertools.product(*per_axis):
             outs = tuple(
                 None if v is None else tuple(r[0][i] for r in chosen) for i, v in enumerate(outputs)
             )
             ins = [tuple(r[1][i] for r in chosen) for i in range(len(tensors))]
-            option = self._check(node, args, kwargs, inputs, outputs, ins, outs)
+            option = self._check(node, args, kwargs, inputs, outputs, ins, outs, tried)
             if option is not None:
                 found.append(option)
         return tuple(found)
 
     def _check(
-        self, node: Any, args: Any, kwargs: Any, inputs: Any, outputs: Any, ins: Any, outs: Any
+        self,
+        node: torch.fx.Node,
+        args: Any,
+        kwargs: Any,
+        inputs: Any,
+        outputs: Any,
+        ins: Any,
+        outs: Any,
+        tried: dict[Any, _Run | None],
     ) -> Option | None:
-        """The option with its cost, or None where local shapes do not agree with it."""
-        given, position = [], iter(ins)
-        for value in inputs:
-            given.append(next(position) if isinstance(value, torch.Tensor) else None)
-        replicated = all(_is_plain_replicate(p) for p in [*ins, *(o for o in outs if o)])
-        shapes = [
-            None if o is None else even_local_shape(v.shape, o, self.mesh_shape)
-            for v, o in zip(outputs, outs, strict=True)
-        ]
+        """The option with its cost, or None where local shapes do not agree with it.
+
+        `tried` holds what came of local shapes that another option of the same node has too.
+        """
+        tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
+        local = [self._local(v, p) for v, p in zip(tensors, ins, strict=True)]
+        shapes = tuple(
+            None if o is None else self._local(v, o) for v, o in zip(outputs, outs, strict=True)
+        )
         if any(o is not None and s is None for o, s in zip(outs, shapes, strict=True)):
             return None
-        if replicated:
-            time = node_time_s(node.target, args, kwargs, node.meta.get("val"), self.device)
-            total = sum(tensor_bytes(v) for v in outputs if v is not None)
-            return Option(tuple(given), outs, time, total)
-        tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
-        local_inputs = []
-        for value, placements in zip(tensors, ins, strict=True):
-            shape = even_local_shape(value.shape, placements, self.mesh_shape)
-            if shape is None:
-                return None
-            local_inputs.append(_meta_like(value, shape))
-        queue = iter(local_inputs)
+        if any(s is None for s in local):
+            return None
+        key = (tuple(local), shapes[0])
+        if key not in tried:
+            whole = all(s == tuple(v.shape) for s, v in zip(local, tensors, strict=True))
+            unchanged = all(
+                s is None or s == tuple(v.shape) for s, v in zip(shapes, outputs, strict=True)
+            )
+            if whole and unchanged:
+                time = node_time_s(node.target, args, kwargs, node.meta.get("val"), self.device)
+                sizes = tuple(0 if v is None else tensor_bytes(v) for v in outputs)
+                tried[key] = _Run(shapes, sizes, time)
+            else:
+                tried[key] = self._run(node, args, kwargs, tensors, local, shapes[0])
+        run = tried[key]
+        if run is None or len(run.shapes) != len(shapes):
+            return None
+        if any(s is not None and s != got for s, got in zip(shapes, run.shapes, strict=True)):
+            return None
+        position = iter(ins)
+        given = tuple(next(position) if isinstance(v, torch.Tensor) else None for v in inputs)
+        held = sum(n for n, s in zip(run.bytes, shapes, strict=True) if s is not None)
+        return Option(given, outs, run.time_s, held)
+
+    def _local(self, value: torch.Tensor, placements: Placements) -> tuple[int, ...] | None:
+        key = (value.shape, placements)
+        if key not in self._shapes:
+            self._shapes[key] = even_local_shape(value.shape, placements, self.mesh_shape)
+        return self._shapes[key]
+
+    def _run(
+        self,
+        node: torch.fx.Node,
+        args: Any,
+        kwargs: Any,
+        tensors: Any,
+        local: Any,
+        shape: tuple[int, ...] | None,
+    ) -> _Run | None:
+        """Run the operator on meta tensors of local shapes; None where it refuses them."""
+        queue = iter([_meta_like(v, s) for v, s in zip(tensors, local, strict=True)])
         local_args, local_kwargs = pytree.tree_map(
             lambda a: next(queue) if isinstance(a, torch.Tensor) else a, (args, kwargs)
         )
-        local_args = local_sizes(node.target, local_args, node.meta["val"], shapes[0])
+        local_args = local_sizes(node.target, local_args, node.meta["val"], shape)
         local_kwargs = {
             k: (torch.device("meta") if isinstance(v, torch.device) else v)
             for k, v in local_kwargs.items()
@@ -127,17 +176,12 @@ class OptionFinder:
         ):
             return None
         results = result if isinstance(result, (tuple, list)) else (result,)
-        if len(results) != len(outs):
-            return None
-        total = 0
-        for got, shape in zip(results, shapes, strict=True):
-            if shape is None:
-                continue
-            if not isinstance(got, torch.Tensor) or tuple(got.shape) != shape:
-                return None
-            total += tensor_bytes(got)
-        time = node_time_s(node.target, local_args, local_kwargs, result, self.device)
-        return Option(tuple(given), outs, time, total)
+        known = [r if isinstance(r, torch.Tensor) else None for r in results]
+        return _Run(
+            tuple(None if r is None else tuple(r.shape) for r in known),
+            tuple(0 if r is None else tensor_bytes(r) for r in known),
+            node_time_s(node.target, local_args, local_kwargs, result, self.device),
+        )
 
     def _axis_rows(
         self, node: torch.fx.Node, args: Any, kwargs: Any, key: Any, size: int
@@ -206,10 +250,6 @@ def _key(op: Any, args: Any, kwargs: Any) -> Any:
 
 def _unique(rows: Iterable[Row]) -> list[Row]:
     return list(dict.fromkeys(rows))
-
-
-def _is_plain_replicate(placements: Placements) -> bool:
-    return all(isinstance(p, Replicate) for p in placements)
 
 
 def _row_divides(row: Row, outputs: Any, inputs: Any, size: int) -> bool:

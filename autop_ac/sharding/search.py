@@ -21,9 +21,9 @@ from .conflict import why_infeasible
 from .constraints import Constraints
 from .formulation import evaluate
 from .groups import Settings
+from .optimise import optimise
 from .outcome import plan_of
 from .plan import ShardingPlan
-from .solve import solve
 
 _log = logging.getLogger("autop_ac")
 
@@ -66,7 +66,7 @@ def search(
     started = time.monotonic()
     settings = Settings(mesh, device, topology, reduce_dtype, reshard_after_forward)
     built = build_problem(joint, constraints, settings)
-    found = solve(built.problem, time_limit_s=time_limit_s, gap=gap)
+    found = optimise(built.problem, time_limit_s=time_limit_s, gap=gap)
     if found is None:
         raise why_infeasible(joint, constraints, settings, time_limit_s)
     chosen, reached = found

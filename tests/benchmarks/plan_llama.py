@@ -30,7 +30,7 @@ from autop_ac.sharding.build import build_problem
 from autop_ac.sharding.constraints import Constraints
 from autop_ac.sharding.groups import Settings
 from autop_ac.sharding.outcome import plan_of
-from autop_ac.sharding.solve import solve
+from autop_ac.sharding.optimise import optimise
 from tests.benchmarks.llama import Llama, LlamaConfig
 
 
@@ -95,7 +95,7 @@ def main():
     settings = Settings(mesh, device, topology, policy.reduce_dtype, fold=not args.no_fold)
     built = build_problem(joint, constraints, settings)
     clock.lap("options")
-    found = solve(built.problem, time_limit_s=args.time_limit, gap=args.gap)
+    found = optimise(built.problem, time_limit_s=args.time_limit, gap=args.gap)
     plan = plan_of(joint, mesh, built, *found)
     clock.lap("solve")
     kinds = collections.Counter()

@@ -31,13 +31,11 @@ from .plan import Placements
 
 Array = np.ndarray
 _BIG = 1e5  # seconds; stands for a forbidden move
-_ROUNDS = 40  # of sweeps, with a new split after each
-_SWEEPS = 4
-_PATIENCE = 3  # rounds without gain
-_ENOUGH = 1e-4  # relative gain of the bound in a round that counts as one
-_BLEND = 0.5  # of the old split and the new
+_ROUNDS = 60  # of two sweeps and a new split
+_BLEND, _LAST_BLEND = 0.5, 0.02  # of the new split into the old, at first and at last
 _SHARPNESS = 3.0  # of the split: a reader for which a move costs 1/3 of its price more counts 1/e
 _SHARPER = 1.3  # from round to round, as the messages settle
+_State = tuple[list[list[np.ndarray]], list[tuple[np.ndarray, np.ndarray]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +85,11 @@ class _Pair:
         """The table less what was moved to its groups."""
         left, right = self.ends
         return self.table - left.message[:, None] - right.message[None, :]
+
+    def left_to(self, side: int) -> Array:
+        """Per key of one end the least that the table holds after what the other end took."""
+        other = self.ends[1 - side].message
+        return (self.table - (other[None, :] if side == 0 else other[:, None])).min(1 - side)
 
 
 def lower_bound(problem: Problem) -> Bound:
@@ -181,7 +184,7 @@ class _Messages:
             ahead = []
             for pair, side in self.incident[group]:
                 own, other = pair.ends[side], pair.ends[1 - side]
-                own.message = own.message + pair.rest().min(1 - side)
+                own.message = pair.left_to(side)
                 if (other.group > group) == forwards:
                     ahead.append(own)
             if ahead:
@@ -194,7 +197,7 @@ class _Messages:
         groups = sum(float(self._gathered(g).min()) for g in range(len(self.costs)))
         return groups + sum(float(p.rest().min()) for p in self.pairs if not p.is_loop)
 
-    def _resplit(self, sharpness: float) -> None:
+    def _resplit(self, sharpness: float, blend: float) -> None:
         """Give a move's price to the readers that are nearest to making it."""
         nearness: dict[int, Array] = {}
         for value, shares in zip(self.problem.values, self.shares, strict=True):
@@ -214,7 +217,7 @@ class _Messages:
             for i, number in enumerate(value.edges):
                 edge = self.problem.edges[number]
                 total = np.stack([totals[q] for q in edge.targets], 1)
-                shares[i] = (1 - _BLEND) * shares[i] + _BLEND * weights[i] / total
+                shares[i] = (1 - blend) * shares[i] + blend * weights[i] / total
 
     def _excess(self, number: int) -> Array:
         """How far each [source, target] is above the best target from that source."""
@@ -226,25 +229,37 @@ class _Messages:
         return cost - cost.min(1, keepdims=True)
 
     def run(self) -> Bound:
+        """Sweep and split in turn; back to the best state, with smaller steps, when it gets worse."""
         groups = range(len(self.costs))
-        best: Bound | None = None
-        stalled, sharpness = 0, _SHARPNESS
+        best, blend, sharpness = -np.inf, _BLEND, _SHARPNESS
+        saved = self._state()
         for _ in range(_ROUNDS):
-            for _ in range(_SWEEPS):
-                self._sweep(groups)
-                self._sweep(groups[::-1])
+            self._sweep(groups)
+            self._sweep(groups[::-1])
             total = self._total()
-            gained = best is None or total > best.total_s * (1 + _ENOUGH)
-            stalled = 0 if gained else stalled + 1
-            if best is None or total > best.total_s:
-                best = self._read_off()
-            if stalled == _PATIENCE:
+            if total >= best:
+                best, saved = total, self._state()
+            else:
+                blend /= 2
+                self._restore(saved)
+            if blend < _LAST_BLEND:
                 break
-            self._resplit(sharpness)
+            self._resplit(sharpness, blend)
             self._set_tables()
             sharpness *= _SHARPER
-        assert best is not None
-        return best
+        self._restore(saved)
+        return self._read_off()
+
+    def _state(self) -> _State:
+        messages = [(pair.ends[0].message, pair.ends[1].message) for pair in self.pairs]
+        return [list(shares) for shares in self.shares], messages
+
+    def _restore(self, state: _State) -> None:
+        shares, messages = state
+        self.shares = [list(s) for s in shares]
+        for pair, (left, right) in zip(self.pairs, messages, strict=True):
+            pair.ends[0].message, pair.ends[1].message = left, right
+        self._set_tables()
 
     def _read_off(self) -> Bound:
         rests = [np.zeros_like(p.table) if p.is_loop else p.rest() for p in self.pairs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -145,11 +146,12 @@ def drop_unreachable(draft: Draft, joint: JointGraph) -> None:
     while changed:  # layers read layers of their own kind, so that one pass need not be enough
         changed = False
         for (group, slot), givers in sources.items():
-            available = {o.outputs[output] for g, output in givers for o in draft.options[g]}
-            kept = tuple(
-                o for o in draft.options[group]
-                if o.inputs[slot] is None or _may_come(available, o.inputs[slot])
-            )  # fmt: skip
+            available = {
+                _partials(o.outputs[output]) for g, output in givers for o in draft.options[g]
+            }
+            wanting = {_partials(o.inputs[slot]) for o in draft.options[group]}
+            possible = {w for w in wanting if any(_covers(a, w) for a in available)}
+            kept = tuple(o for o in draft.options[group] if _partials(o.inputs[slot]) in possible)
             changed = changed or len(kept) < len(draft.options[group])
             draft.options[group] = kept
     for group, options in enumerate(draft.options):
@@ -161,12 +163,13 @@ def drop_unreachable(draft: Draft, joint: JointGraph) -> None:
         draft.options[group] = tuple(best.values())
 
 
-def _may_come(available: set[Placements | None], target: Placements | None) -> bool:
-    assert target is not None
-    axes = [i for i, q in enumerate(target) if isinstance(q, Partial)]
-    return not axes or any(
-        p is not None and all(p[i] == target[i] for i in axes) for p in available
-    )
+@functools.cache
+def _partials(placements: Placements | None) -> tuple[Partial | None, ...]:
+    return tuple(p if isinstance(p, Partial) else None for p in placements or ())
+
+
+def _covers(given: tuple[Partial | None, ...], wanted: tuple[Partial | None, ...]) -> bool:
+    return not wanted or all(w is None or w == g for g, w in zip(given, wanted, strict=True))
 
 
 def source_of(draft: Draft, leaf: torch.fx.Node) -> tuple[int, int] | None:

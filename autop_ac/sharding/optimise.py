@@ -24,7 +24,7 @@ from .presolve import restrict, within_memory
 from .solve import solve
 
 _SMALL = 8_000  # variables that the solver takes as they are
-_ENOUGH = 30_000  # variables that the first threshold should leave, at most
+_ENOUGH = 30_000  # variables that the first threshold may leave
 _LARGE = 400_000  # more variables than this are not handed to the solver a second time
 
 
@@ -49,7 +49,7 @@ def optimise(
         found = solve(problem, time_limit_s=time_limit_s, gap=gap)
         return None if found is None else (_among(numbers, found[0]), found[1])
     bound = lower_bound(problem)
-    threshold = _first_threshold(bound)
+    threshold = _first_threshold(bound, gap)
     best: tuple[float, tuple[int, ...], float] | None = None  # seconds, choice, gap
     while True:
         narrow, kept = _below(problem, bound, threshold)
@@ -91,8 +91,9 @@ def _below(problem: Problem, bound: Bound, threshold: float) -> tuple[Problem, l
     return restrict(problem, kept, [s <= limit for s in bound.move_s]), kept
 
 
-def _first_threshold(bound: Bound) -> float:
-    """As high as leaves few enough variables, and always the best option of each group."""
+def _first_threshold(bound: Bound, gap: float) -> float:
+    """As high as is good enough or leaves few variables, and always one option of each group."""
     levels = np.sort(np.concatenate([*bound.option_s, *(m.ravel() for m in bound.move_s)]))
     needed = max(float(s.min()) for s in bound.option_s)
-    return max(needed, float(levels[min(_ENOUGH, len(levels)) - 1]))
+    few = float(levels[min(_ENOUGH, len(levels)) - 1])
+    return max(needed, min(few, bound.total_s * (1 + max(gap, 1e-6))))

@@ -29,8 +29,8 @@ from autop_ac.sharding.apply import apply_plan
 from autop_ac.sharding.build import build_problem
 from autop_ac.sharding.constraints import Constraints
 from autop_ac.sharding.groups import Settings
-from autop_ac.sharding.outcome import plan_of
 from autop_ac.sharding.optimise import optimise
+from autop_ac.sharding.outcome import plan_of
 from tests.benchmarks.llama import Llama, LlamaConfig
 
 

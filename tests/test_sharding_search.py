@@ -15,13 +15,17 @@ from torch.utils import _pytree as pytree
 from autop_ac.capture.trace import capture, request
 from autop_ac.errors import ConfigError, InfeasibleError, SolverError
 from autop_ac.graph.devices import Topology, find_device
-from autop_ac.sharding import options as options_module
-from autop_ac.sharding import search as search_module
+from autop_ac.sharding.build import build_problem
+from autop_ac.sharding.chains import CASTS, PLAIN_VIEWS
 from autop_ac.sharding.constraints import Constraints
-from autop_ac.sharding.costs import RedistributionCosts, local_bytes
-from autop_ac.sharding.formulation import evaluate, solve
-from autop_ac.sharding.options import OptionFinder, leaves_of, outputs_of
-from autop_ac.sharding.search import build_problem, search
+from autop_ac.sharding.costs import RedistributionCosts
+from autop_ac.sharding.formulation import evaluate
+from autop_ac.sharding.groups import Settings
+from autop_ac.sharding.layout import divides, even_local_shape, local_bytes
+from autop_ac.sharding.option import leaves_of, outputs_of
+from autop_ac.sharding.options import OptionFinder, local_sizes
+from autop_ac.sharding.search import search
+from autop_ac.sharding.solve import solve
 from tests.gpt import GPT, GPTConfig
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial("sum")
@@ -131,14 +135,14 @@ def check_option(node, args, kwargs, result, option):
     first = option.outputs[0]
     shape = None
     if isinstance(value, torch.Tensor) and first is not None:
-        shape = options_module.even_local_shape(value.shape, first, (2,))
+        shape = even_local_shape(value.shape, first, (2,))
     found = []
     for rank in range(2):
         queue = iter(piece[rank] for piece in split)
         local_args, local_kwargs = pytree.tree_map(
             lambda a, queue=queue: next(queue) if isinstance(a, torch.Tensor) else a, (args, kwargs)
         )
-        local_args = options_module.local_sizes(node.target, local_args, value, shape)
+        local_args = local_sizes(node.target, local_args, value, shape)
         out = node.target(*local_args, **local_kwargs)
         found.append(out if isinstance(out, (tuple, list)) else (out,))
     results = result if isinstance(result, (tuple, list)) else (result,)
@@ -305,7 +309,7 @@ def test_plan_costs_what_brute_force_finds(fake_mesh, rows, high):
     joint = capture(request(Tiny(rows), lambda: torch.randn(4, rows)))
     mesh = fake_mesh(2)
     constraints = Constraints(parameter_high=high)
-    settings = search_module._Settings(mesh, H100, Topology((1e9,), (1e-7,)))
+    settings = Settings(mesh, H100, Topology((1e9,), (1e-7,)))
     problem = build_problem(joint, constraints, settings).problem
     assert 1 < math.prod(len(o) for o in problem.options) < 200_000
     chosen, _ = solve(problem, gap=0.0)
@@ -432,7 +436,7 @@ def test_uneven_parameters_are_gathered_before_use(fake_mesh):
             continue
         for value, placements in zip(outputs_of(node), found.choices[node.name].outputs):
             if value is not None:
-                assert options_module.divides(value.shape, placements, (2,))
+                assert divides(value.shape, placements, (2,))
 
 
 def test_conflict_of_memory_and_node_is_named(fake_mesh):
@@ -499,7 +503,7 @@ def test_gradients_are_reduced_after_the_cast(fake_mesh):
             if port is None or port.kind != "gradient":
                 continue
             assert node.target is torch.ops.aten._to_copy.default
-            while node.target in search_module._CASTS + search_module._PLAIN_VIEWS:
+            while node.target in CASTS + PLAIN_VIEWS:
                 wanted = found.choices[node.name].inputs[0]
                 node = node.args[0]
                 have = found.choices[node.name].outputs[0]

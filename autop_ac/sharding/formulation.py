@@ -1,67 +1,69 @@
-"""The search as an integer linear program, solved by HiGHS.
+"""The search as an integer linear program.
 
-Groups g (placeholders, operators, results) have options o in O(g). An edge e brings value v (one
-output of its producer) from a placement p that the producer gives to a placement q that the reader
-wants; c(v, p, q) is its price in seconds and pairs without a price are left out.
+Groups g (placeholders, operators, results; equal layers share them) have options o in O(g) and stand
+for n[g] nodes. An edge e brings what its producer gives from a placement p to a placement q that the
+reader wants; c(e, p, q) is its price in seconds. A value v is read along the edges E(v) and stands for
+n[v] values that are read alike; a move that several readers of one value want is made once.
 
-    x[g, o] in {0, 1}                       one option per group            (_choose_one)
-    y[e, p, q] >= 0                         the move made on an edge        (_edges)
-    z[v, p, q] >= 0                         a move shared by its readers    (_edges)
+    x[g, o] in {0, 1}                       one option per group            (solve._choose_one)
+    y[e, p, q] >= 0                         the placements on both ends     (solve._flows)
+    z[v, p, q] >= 0                         a move shared by readers        (solve._moves)
 
-    minimise   sum s[g, o] x[g, o]  +  sum c(v, p, q) z[v, p, q]
+    minimise   sum n[g] s[g, o] x[g, o]  +  sum n[v] c(e, p, q) z[v, p, q]
 
     sum_o x[g, o] = 1                                             for each g
     sum_q y[e, p, q] = sum x[producer(e), o : gives p]            for each e, p
     sum_p y[e, p, q] = sum x[reader(e), o : wants q]              for each e, q
-    z[v, p, q] >= y[e, p, q]                                      for each e of v
+    z[v, p, q] >= y[e, p, q]                                      for each v and e in E(v)
     sum x[a, o : k] = sum x[b, o : k]                             for each tie (a, b), key k  (_ties)
     low <= sum bytes[g, o] x[g, o] <= high                        parameter memory  (_memory)
 
-With x integral, y is the product of two indicators and z the "or" over readers, so only x is integer.
-s holds the seconds of an option and a tie-break towards less memory that is far below the gap.
-Deterministic: a fixed order of variables, seed and thread count. The solution is rounded and priced
-again by `evaluate`, which knows nothing of the matrices. Weakness: two mesh axes square the number
-of placements and so the y variables of an edge; repeated layers are not tied together.
+With x integral, y is the product of two indicators and z the "or" over readers, so only x is integer;
+z is y where a value has one reader. s holds the seconds of an option and a tie-break towards less memory
+that is far below the gap. Deterministic: a fixed order of variables, seed and thread count. The solution
+is rounded and priced again by `evaluate`, which knows nothing of the matrices. Weakness: each mesh axis
+multiplies the number of placements, and so the y variables of an edge by its square.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import highspy
 import numpy as np
-from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from ..errors import SolverError
-from .options import Option
+from .option import Option, given, wanted, whole
 from .plan import Placements
 
-_MICRO = 1e6  # the solver's tolerances suit microseconds
-_INFINITY = highspy.kHighsInf
-_SOLVER: Any = highspy.Highs.__base__  # the class on top of it prints a banner when it is made
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Edge:
-    """One read of one value.
+    """One read, or the same read in each of equal layers.
 
     Attributes:
-        value: number of the value read; edges of one value share moves.
-        producer, output: group that gives it, and which of its outputs.
+        producer, output: group that gives the value, and which of its outputs.
         consumer, slot: group that reads it and which of its inputs; slot -1: the reader wants the
             placement of the consumer's own first output (the gradient of a parameter).
-        seconds: price by (placement given, placement wanted); pairs not in it are forbidden.
+        sources, targets: the placements that the producer may give, and that the reader may want.
+        seconds: price by [source, target], infinite where the move is forbidden.
     """
 
-    value: int
     producer: int
     output: int
     consumer: int
     slot: int
-    seconds: Mapping[tuple[Placements, Placements], float]
+    sources: tuple[Placements, ...]
+    targets: tuple[Placements, ...]
+    seconds: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What is read along `edges` (numbers of edges), in each of `count` equal layers."""
+
+    edges: tuple[int, ...]
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -71,60 +73,47 @@ class Problem:
     Attributes:
         names: of the groups.
         options: per group.
-        option_s: per group and option, seconds with the tie-break.
+        option_s: per group and option, seconds of one node with the tie-break.
+        counts: per group, for how many nodes it stands.
         edges: see `Edge`.
+        values: see `Value`.
         ties: (a, b): group a gives what group b wants as its first input, Partial read as Replicate.
-        memory: (group, bytes per option) of each parameter.
+        memory: (group, bytes per option) of parameters, of all nodes of the group together.
         memory_low, memory_high: bounds on the sum of chosen bytes; None: no bound.
     """
 
     names: tuple[str, ...]
     options: tuple[tuple[Option, ...], ...]
     option_s: tuple[tuple[float, ...], ...]
+    counts: tuple[int, ...]
     edges: tuple[Edge, ...]
+    values: tuple[Value, ...]
     ties: tuple[tuple[int, int], ...] = ()
     memory: tuple[tuple[int, tuple[int, ...]], ...] = ()
     memory_low: float | None = None
     memory_high: float | None = None
 
-
-def given(option: Option, output: int) -> Placements:
-    """What the option gives as its output of that number."""
-    placements = option.outputs[output]
-    assert placements is not None
-    return placements
-
-
-def wanted(option: Option, slot: int) -> Placements:
-    """What the option wants in that slot (-1: its own first output)."""
-    placements = option.outputs[0] if slot < 0 else option.inputs[slot]
-    assert placements is not None
-    return placements
-
-
-def whole(placements: Placements) -> Placements:
-    """The placements with Partial replaced by Replicate."""
-    return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
+    @property
+    def variables(self) -> int:
+        """How many options and moves there are to choose from."""
+        moves = sum(int(np.isfinite(e.seconds).sum()) for e in self.edges)
+        return sum(map(len, self.options)) + moves
 
 
 def evaluate(problem: Problem, chosen: Sequence[int]) -> float:
-    """Seconds of a complete choice, counted from the graph and not from the program.
+    """Seconds of a complete choice, counted from the groups and not from the program.
 
     Raises:
         SolverError: the choice breaks a constraint.
     """
     picked = [options[i] for options, i in zip(problem.options, chosen, strict=True)]
-    total = sum(s[i] for s, i in zip(problem.option_s, chosen, strict=True))
-    moved: dict[tuple[int, Placements], float] = {}
-    for edge in problem.edges:
-        source = given(picked[edge.producer], edge.output)
-        target = wanted(picked[edge.consumer], edge.slot)
-        if (source, target) not in edge.seconds:
-            raise SolverError(
-                f"{problem.names[edge.consumer]} cannot be given {target} from {source} of "
-                f"{problem.names[edge.producer]}: the plan is not valid"
-            )
-        moved[edge.value, target] = edge.seconds[source, target]
+    total = sum(n * s[i] for n, s, i in zip(problem.counts, problem.option_s, chosen, strict=True))
+    for value in problem.values:
+        moved: dict[Placements, float] = {}
+        for number in value.edges:
+            target, seconds = move_on(problem, problem.edges[number], picked)
+            moved[target] = seconds
+        total += value.count * sum(moved.values())
     for a, b in problem.ties:
         if given(picked[a], 0) != whole(wanted(picked[b], 0)):
             raise SolverError(f"{problem.names[a]} and {problem.names[b]} are placed differently")
@@ -132,185 +121,21 @@ def evaluate(problem: Problem, chosen: Sequence[int]) -> float:
     low, high = problem.memory_low, problem.memory_high
     if (high is not None and held > high + 0.5) or (low is not None and held < low - 0.5):
         raise SolverError(f"parameters take {held} bytes, outside [{low}, {high}]")
-    return total + sum(moved.values())
+    return total
 
 
-class _Program:
-    """Columns and rows as they are added."""
-
-    def __init__(self) -> None:
-        self.cost: list[float] = []
-        self.upper: list[float] = []
-        self.integer: list[int] = []
-        self.low: list[float] = []
-        self.high: list[float] = []
-        self.start: list[int] = [0]
-        self.index: list[int] = []
-        self.value: list[float] = []
-
-    def column(self, cost: float, *, integer: bool = False) -> int:
-        self.cost.append(cost)
-        self.upper.append(1.0)
-        if integer:
-            self.integer.append(len(self.cost) - 1)
-        return len(self.cost) - 1
-
-    def row(self, plus: Sequence[int], minus: Sequence[int], low: float, high: float) -> None:
-        self.weighted([(c, 1.0) for c in plus] + [(c, -1.0) for c in minus], low, high)
-
-    def weighted(self, terms: Sequence[tuple[int, float]], low: float, high: float) -> None:
-        self.index.extend(c for c, _ in terms)
-        self.value.extend(w for _, w in terms)
-        self.start.append(len(self.index))
-        self.low.append(low)
-        self.high.append(high)
-
-
-def solve(
-    problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.001
-) -> tuple[tuple[int, ...], float] | None:
-    """The best choice of options and the gap reached; None where none is possible.
+def move_on(problem: Problem, edge: Edge, picked: Sequence[Option]) -> tuple[Placements, float]:
+    """The placement that the reader of an edge wants, and the seconds of bringing the value there.
 
     Raises:
-        SolverError: the solver stopped without a choice and without a proof that there is none.
+        SolverError: the move is forbidden.
     """
-    if any(not options for options in problem.options):
-        return None
-    program = _Program()
-    x = _choose_one(program, problem)
-    _edges(program, problem, x)
-    _ties(program, problem, x)
-    _memory(program, problem, x)
-    found = _run(program, time_limit_s, gap)
-    if found is None:
-        return None
-    values, reached = found
-    chosen = []
-    for name, columns in zip(problem.names, x, strict=True):
-        ones = [i for i, c in enumerate(columns) if round(values[c]) == 1]
-        if len(ones) != 1:
-            raise SolverError(f"the solver gave {len(ones)} options for {name} where one is needed")
-        chosen.append(ones[0])
-    return tuple(chosen), reached
-
-
-def _choose_one(program: _Program, problem: Problem) -> list[list[int]]:
-    x = []
-    for seconds in problem.option_s:
-        columns = [program.column(s * _MICRO, integer=True) for s in seconds]
-        program.row(columns, [], 1.0, 1.0)
-        x.append(columns)
-    return x
-
-
-def _edges(program: _Program, problem: Problem, x: list[list[int]]) -> None:
-    readers: dict[int, int] = defaultdict(int)
-    for edge in problem.edges:
-        readers[edge.value] += 1
-    shared: dict[tuple[int, Placements, Placements], int] = {}
-    for edge in problem.edges:
-        sources: dict[Placements, list[int]] = defaultdict(list)
-        targets: dict[Placements, list[int]] = defaultdict(list)
-        for column, option in zip(x[edge.producer], problem.options[edge.producer], strict=True):
-            sources[given(option, edge.output)].append(column)
-        for column, option in zip(x[edge.consumer], problem.options[edge.consumer], strict=True):
-            targets[wanted(option, edge.slot)].append(column)
-        leaving: dict[Placements, list[int]] = {p: [] for p in sources}
-        arriving: dict[Placements, list[int]] = {q: [] for q in targets}
-        for (p, q), seconds in edge.seconds.items():
-            if p not in sources or q not in targets:
-                continue
-            alone = readers[edge.value] == 1
-            y = program.column(seconds * _MICRO if alone else 0.0)
-            leaving[p].append(y)
-            arriving[q].append(y)
-            if seconds > 0 and not alone:
-                key = (edge.value, p, q)
-                if key not in shared:
-                    shared[key] = program.column(seconds * _MICRO)
-                program.row([shared[key]], [y], 0.0, _INFINITY)
-        for p, columns in sources.items():
-            program.row(leaving[p], columns, 0.0, 0.0)
-        for q, columns in targets.items():
-            program.row(arriving[q], columns, 0.0, 0.0)
-
-
-def _ties(program: _Program, problem: Problem, x: list[list[int]]) -> None:
-    for a, b in problem.ties:
-        left: dict[Placements, list[int]] = defaultdict(list)
-        right: dict[Placements, list[int]] = defaultdict(list)
-        for column, option in zip(x[a], problem.options[a], strict=True):
-            left[given(option, 0)].append(column)
-        for column, option in zip(x[b], problem.options[b], strict=True):
-            right[whole(wanted(option, 0))].append(column)
-        for key in dict.fromkeys([*left, *right]):
-            program.row(left.get(key, []), right.get(key, []), 0.0, 0.0)
-
-
-def _memory(program: _Program, problem: Problem, x: list[list[int]]) -> None:
-    low, high = problem.memory_low, problem.memory_high
-    if not problem.memory or (low is None and high is None):
-        return
-    unit = max(max(sizes) for _, sizes in problem.memory) or 1
-    terms = [
-        (column, size / unit)
-        for group, sizes in problem.memory
-        for column, size in zip(x[group], sizes, strict=True)
-    ]
-    program.weighted(
-        terms,
-        -_INFINITY if low is None else low / unit,
-        _INFINITY if high is None else high / unit,
-    )
-
-
-def _run(program: _Program, time_limit_s: float, gap: float) -> tuple[np.ndarray, float] | None:
-    columns, rows = len(program.cost), len(program.low)
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = columns, rows
-    lp.col_cost_ = np.array(program.cost)
-    lp.col_lower_ = np.zeros(columns)
-    lp.col_upper_ = np.array(program.upper)
-    lp.row_lower_, lp.row_upper_ = np.array(program.low), np.array(program.high)
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.num_col_, lp.a_matrix_.num_row_ = columns, rows
-    lp.a_matrix_.start_ = np.array(program.start, dtype=np.int32)
-    lp.a_matrix_.index_ = np.array(program.index, dtype=np.int32)
-    lp.a_matrix_.value_ = np.array(program.value)
-    kinds = [highspy.HighsVarType.kContinuous] * columns
-    for column in program.integer:
-        kinds[column] = highspy.HighsVarType.kInteger
-    lp.integrality_ = kinds
-    solver = _SOLVER()
-    for name, setting in (
-        ("output_flag", False),
-        ("threads", 1),
-        ("random_seed", 0),
-        ("time_limit", float(time_limit_s)),
-        ("mip_rel_gap", float(gap)),
-    ):
-        solver.setOptionValue(name, setting)
-    solver.passModel(lp)
-    solver.run()
-    status = solver.getModelStatus()
-    info = solver.getInfo()
-    feasible = info.primal_solution_status == 2  # kSolutionStatusFeasible
-    match status:
-        case highspy.HighsModelStatus.kOptimal:
-            return np.array(solver.getSolution().col_value), max(0.0, float(info.mip_gap))
-        case highspy.HighsModelStatus.kInfeasible | highspy.HighsModelStatus.kUnboundedOrInfeasible:
-            return None  # costs are not negative and columns bounded: it cannot be unbounded
-        case (
-            highspy.HighsModelStatus.kTimeLimit
-            | highspy.HighsModelStatus.kIterationLimit
-            | highspy.HighsModelStatus.kSolutionLimit
-            | highspy.HighsModelStatus.kInterrupt
-        ):
-            if feasible:
-                return np.array(solver.getSolution().col_value), float(info.mip_gap)
-            raise SolverError(
-                f"the search stopped after {time_limit_s} s without a plan ({status.name}, "
-                f"{columns} variables): allow more time, or fix more placements"
-            )
-        case _:
-            raise SolverError(f"HiGHS stopped with status {status.name} and no usable plan")
+    source = given(picked[edge.producer], edge.output)
+    target = wanted(picked[edge.consumer], edge.slot)
+    seconds = float(edge.seconds[edge.sources.index(source), edge.targets.index(target)])
+    if not np.isfinite(seconds):
+        raise SolverError(
+            f"{problem.names[edge.consumer]} cannot be given {target} from {source} of "
+            f"{problem.names[edge.producer]}: the plan is not valid"
+        )
+    return target, seconds

@@ -1,0 +1,171 @@
+"""From a joint graph and constraints to the data of the integer program."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor.placement_types import Shard
+
+from ..capture.joint import JointGraph
+from ..graph.devices import DeviceSpec
+from .chains import activation_nodes, parameter_casts
+from .constraints import Constraints
+from .edges import collect_edges
+from .fold import fold, is_tensor_node
+from .formulation import Problem
+from .groups import (
+    Draft,
+    Settings,
+    drop_unreachable,
+    fix_nodes,
+    placed,
+    placeholder_options,
+    uneven_casts,
+)
+from .layout import replicated
+from .option import Option
+from .options import OptionFinder
+from .ports import default_notes, port_placements, result_groups, tangent_ties
+
+_TIE_BREAK = 1e-3  # of the time to write the local outputs once
+_SPREAD = 4.0  # latencies that an operator on activations costs where it is not spread
+
+
+@dataclass(frozen=True)
+class Built:
+    """The problem and what its groups stand for.
+
+    Attributes:
+        problem: for the solver.
+        group_of: group by node name.
+        result_groups: for each result that is a tensor: (group, slot) that says how it is brought out.
+        notes: warnings met on the way.
+    """
+
+    problem: Problem
+    group_of: dict[str, int]
+    result_groups: tuple[tuple[int, int], ...]
+    notes: tuple[str, ...]
+
+
+def build_problem(joint: JointGraph, constraints: Constraints, settings: Settings) -> Built:
+    """The integer program's data: groups, options, edges, ties, memory."""
+    inputs, outputs = port_placements(joint, constraints, settings.shape)
+    finder = OptionFinder(settings.mesh, settings.device)
+    uneven_chain, activations = parameter_casts(joint), activation_nodes(joint)
+    marks: dict[torch.fx.Node, Hashable] = {
+        node: (node in uneven_chain, node in activations, _own_mark(node, joint, constraints))
+        for node in joint.module.graph.nodes
+    }
+    draft = Draft()
+    for node, first in fold(joint, marks, enable=settings.fold).items():
+        if first is not node:
+            if first.name in draft.group_of:
+                draft.join(node.name, draft.group_of[first.name])
+        elif node.op == "placeholder":
+            port = joint.placeholders[node.name]
+            draft.add(node.name, placeholder_options(node, port, inputs, settings.shape), node)
+        elif node.op == "get_attr":
+            value = getattr(joint.module, str(node.target), None)
+            if isinstance(value, torch.Tensor):
+                node.meta.setdefault("val", value)
+                draft.add(node.name, [placed(replicated(settings.shape), value, settings)], node)
+        elif is_tensor_node(node):
+            options = finder.options(node)
+            if node in uneven_chain:
+                options = (*options, *uneven_casts(node, options, settings))
+            draft.add(node.name, options, node)
+    results = result_groups(joint, draft, outputs, settings.shape)
+    smallest = {g: min(o.output_bytes for o in options) for g, options in enumerate(draft.options)}
+    fix_nodes(joint, draft, constraints)
+    drop_unreachable(draft, joint)
+    edges, values = collect_edges(joint, draft, results, settings)
+    memory, low, high = _parameter_memory(joint, draft, constraints, smallest)
+    spread_s = _SPREAD * max(settings.topology.latency_s)
+    problem = Problem(
+        names=tuple(draft.names),
+        options=tuple(draft.options),
+        option_s=tuple(
+            _seconds(
+                options, node, joint, settings.device, spread_s if node in activations else 0.0
+            )
+            for options, node in zip(draft.options, draft.nodes, strict=True)
+        ),
+        counts=tuple(draft.counts),
+        edges=edges,
+        values=values,
+        ties=tangent_ties(joint, draft, results),
+        memory=memory,
+        memory_low=low,
+        memory_high=high,
+    )
+    slots = tuple(r for r in results if r is not None)
+    notes = (*finder.notes, *default_notes(constraints, inputs, settings.shape))
+    return Built(problem, dict(draft.group_of), slots, notes)
+
+
+def _own_mark(node: torch.fx.Node, joint: JointGraph, constraints: Constraints) -> str:
+    """The node's name where the user has placed it: it then stands alone."""
+    if node.name in constraints.nodes:
+        return node.name
+    port = joint.placeholders.get(node.name)
+    return node.name if port is not None and port.name in constraints.nodes else ""
+
+
+def _seconds(
+    options: Sequence[Option],
+    node: torch.fx.Node | None,
+    joint: JointGraph,
+    device: DeviceSpec,
+    spread_s: float,
+) -> tuple[float, ...]:
+    """Seconds of each option with what decides where times are close.
+
+    Less memory; parameters sharded on dim 0 (elements of a shard of another dim do not lie together,
+    which costs a copy when it is gathered); and work on activations that is spread over the devices:
+    `spread_s` times the share of the work that one device does. Without it a toy model would be
+    computed whole on every device, as its time is that of the collectives alone.
+    """
+    whole_s = max((o.compute_s for o in options), default=0.0)
+    parameter = (
+        node is not None and node.op == "placeholder"
+        and joint.placeholders[node.name].kind == "parameter"
+    )  # fmt: skip
+    found = []
+    for option in options:
+        write_s = option.output_bytes / device.memory_bandwidth
+        seconds = option.compute_s + _TIE_BREAK * write_s
+        if parameter and option.outputs[0]:
+            seconds += write_s * sum(isinstance(p, Shard) and p.dim > 0 for p in option.outputs[0])
+        if whole_s > 0:
+            seconds += spread_s * option.compute_s / whole_s
+        found.append(seconds)
+    return tuple(found)
+
+
+def _parameter_memory(
+    joint: JointGraph, draft: Draft, constraints: Constraints, smallest: dict[int, int]
+) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], float | None, float | None]:
+    """Bytes per option of each parameter, and the bounds on their sum.
+
+    The upper bound allows each parameter the least that it can take, where that is above its share:
+    a bias of 3 elements on 8 devices cannot be cut in eight.
+    """
+    memory, total, slack = [], 0, 0.0
+    high, low = constraints.parameter_high, constraints.parameter_low
+    for group, (node, count) in enumerate(zip(draft.nodes, draft.counts, strict=True)):
+        if node is None or node.op != "placeholder":
+            continue
+        if joint.placeholders[node.name].kind != "parameter":
+            continue
+        value = node.meta["val"]
+        size = value.numel() * value.element_size()
+        memory.append((group, tuple(count * o.output_bytes for o in draft.options[group])))
+        total += count * size
+        if high is not None:
+            slack += count * max(0.0, smallest[group] - high * size)
+    upper = None if high is None else high * total + slack
+    lower = None if low is None else low * total
+    return tuple(memory), lower, upper

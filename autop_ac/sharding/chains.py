@@ -1,0 +1,87 @@
+"""Nodes told apart by what they hold: parameters and their gradients, activations."""
+
+from __future__ import annotations
+
+import torch
+
+from ..capture.joint import JointGraph
+
+_aten = torch.ops.aten
+CASTS = (_aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+PLAIN_VIEWS = (_aten.t.default, _aten.transpose.int, _aten.view.default, _aten.permute.default)
+
+
+def activation_nodes(joint: JointGraph) -> set[torch.fx.Node]:
+    """Operators that read, directly or not, an input or a tangent."""
+    found: set[torch.fx.Node] = set()
+    for node in joint.module.graph.nodes:
+        if node.op == "placeholder":
+            if joint.placeholders[node.name].kind in ("input", "tangent"):
+                found.add(node)
+        elif any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def parameter_casts(joint: JointGraph) -> set[torch.fx.Node]:
+    """Casts that read a parameter, or give its gradient, through casts only: they may be uneven."""
+    found: set[torch.fx.Node] = set()
+    for node in joint.module.graph.nodes:
+        if node.op == "call_function" and node.target in CASTS:
+            source = node.args[0]
+            is_parameter = (
+                source.op == "placeholder" and joint.placeholders[source.name].kind == "parameter"
+            )
+            if is_parameter or source in found:
+                found.add(node)
+    results = joint.module.graph.output_node().args[0]
+    for port, result in zip(joint.results, results, strict=True):
+        node = result
+        while port is not None and port.kind == "gradient" and node.target in CASTS:
+            found.add(node)
+            node = node.args[0]
+    return found
+
+
+def gathered_twice(joint: JointGraph) -> set[torch.fx.Node]:
+    """Forward nodes that hold a parameter, alone, and that backward reads too."""
+    chain: list[torch.fx.Node] = []
+    members: set[torch.fx.Node] = set()
+    for node in joint.module.graph.nodes:
+        if node.op == "placeholder":
+            holds = joint.placeholders[node.name].kind == "parameter"
+        else:
+            reads = node.all_input_nodes
+            holds = node.op == "call_function" and len(reads) == 1 and reads[0] in members
+        if holds and not is_backward(node):
+            chain.append(node)
+            members.add(node)
+    twice: set[torch.fx.Node] = set()
+    for node in reversed(chain):
+        if any(is_backward(u) or u in twice for u in node.users if u.op != "output"):
+            twice.add(node)
+    return twice
+
+
+def is_backward(node: torch.fx.Node) -> bool:
+    return bool(node.meta.get("partitioner_tag") == "is_backward")
+
+
+def reduced_late(
+    joint: JointGraph, dtype: torch.dtype | None
+) -> set[tuple[torch.fx.Node, torch.fx.Node]]:
+    """Edges of gradient chains in front of the cast to `dtype`: a Partial must stay one there."""
+    found: set[tuple[torch.fx.Node, torch.fx.Node]] = set()
+    results = joint.module.graph.output_node().args[0]
+    for port, result in zip(joint.results, results, strict=True):
+        if dtype is None or port is None or port.kind != "gradient":
+            continue
+        chain = [result]
+        while chain[-1].target in (*CASTS, *PLAIN_VIEWS):
+            chain.append(chain[-1].args[0])
+        for reader, leaf in zip(chain, chain[1:], strict=False):
+            after = chain[: chain.index(leaf)]
+            cast_later = any(n.meta["val"].dtype == dtype for n in after)
+            if cast_later and leaf.meta["val"].dtype != dtype:
+                found.add((leaf, reader))
+    return found

@@ -1,0 +1,222 @@
+"""The program of `formulation`, written down for HiGHS and solved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import highspy
+import numpy as np
+
+from ..errors import SolverError
+from .formulation import Edge, Problem
+from .option import given, wanted, whole
+from .plan import Placements
+
+_MICRO = 1e6  # the solver's tolerances suit microseconds
+_INFINITY = highspy.kHighsInf
+_SOLVER: Any = highspy.Highs.__base__  # the class on top of it prints a banner when it is made
+Array = np.ndarray
+
+
+class _Program:
+    """Columns and rows as they are added, all at once where there are many."""
+
+    def __init__(self) -> None:
+        self.costs: list[Array] = []
+        self.columns = 0
+        self.integers = 0  # the first columns are integer
+        self.low: list[Array] = []
+        self.high: list[Array] = []
+        self.rows = 0
+        self.entries: list[tuple[Array, Array, Array]] = []  # rows, columns, values
+
+    def add_columns(self, costs: Array) -> Array:
+        """Numbers of new columns in [0, 1]."""
+        self.costs.append(np.asarray(costs, dtype=float))
+        self.columns += len(costs)
+        return np.arange(self.columns - len(costs), self.columns)
+
+    def add_rows(self, count: int, low: float, high: float) -> Array:
+        """Numbers of new rows, still empty."""
+        self.low.append(np.full(count, low))
+        self.high.append(np.full(count, high))
+        self.rows += count
+        return np.arange(self.rows - count, self.rows)
+
+    def set(self, rows: Array, columns: Array, value: float | Array) -> None:
+        """Entries of the matrix."""
+        values = np.broadcast_to(np.asarray(value, dtype=float), np.shape(columns))
+        self.entries.append((np.broadcast_to(rows, np.shape(columns)), columns, values))
+
+    def matrix(self) -> tuple[Array, Array, Array]:
+        """Starts, columns and values, row by row."""
+        rows, columns, values = (np.concatenate(part) for part in zip(*self.entries, strict=True))
+        order = np.argsort(rows, kind="stable")
+        starts = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=self.rows))])
+        return starts.astype(np.int32), columns[order].astype(np.int32), values[order]
+
+
+def solve(
+    problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.001
+) -> tuple[tuple[int, ...], float] | None:
+    """The best choice of options and the gap reached; None where none is possible.
+
+    Raises:
+        SolverError: the solver stopped without a choice and without a proof that there is none.
+    """
+    if any(not options for options in problem.options):
+        return None
+    program = _Program()
+    x = _choose_one(program, problem)
+    y = _flows(program, problem, x)
+    _moves(program, problem, y)
+    _ties(program, problem, x)
+    _memory(program, problem, x)
+    found = _run(program, time_limit_s, gap)
+    if found is None:
+        return None
+    values, reached = found
+    chosen = []
+    for name, columns in zip(problem.names, x, strict=True):
+        ones = np.flatnonzero(np.round(values[columns]) == 1)
+        if len(ones) != 1:
+            raise SolverError(f"the solver gave {len(ones)} options for {name} where one is needed")
+        chosen.append(int(ones[0]))
+    return tuple(chosen), reached
+
+
+def _choose_one(program: _Program, problem: Problem) -> list[Array]:
+    x = []
+    for seconds, count in zip(problem.option_s, problem.counts, strict=True):
+        columns = program.add_columns(np.array(seconds) * (count * _MICRO))
+        program.set(program.add_rows(1, 1.0, 1.0), columns, 1.0)
+        x.append(columns)
+    program.integers = program.columns
+    return x
+
+
+def _flows(program: _Program, problem: Problem, x: list[Array]) -> list[Array]:
+    """Columns by [source, target] of each edge, -1 where the move is forbidden."""
+    alone = [0] * len(problem.edges)  # values of which the edge is the only reader
+    for value in problem.values:
+        if len(value.edges) == 1:
+            alone[value.edges[0]] += value.count
+    y = []
+    for edge, count in zip(problem.edges, alone, strict=True):
+        p, q = np.nonzero(np.isfinite(edge.seconds))
+        columns = program.add_columns(edge.seconds[p, q] * (count * _MICRO))
+        gives, wants = ends(problem, edge)
+        leaving = program.add_rows(len(edge.sources), 0.0, 0.0)
+        arriving = program.add_rows(len(edge.targets), 0.0, 0.0)
+        program.set(leaving[p], columns, 1.0)
+        program.set(leaving[gives], x[edge.producer], -1.0)
+        program.set(arriving[q], columns, 1.0)
+        program.set(arriving[wants], x[edge.consumer], -1.0)
+        numbers = np.full(edge.seconds.shape, -1)
+        numbers[p, q] = columns
+        y.append(numbers)
+    return y
+
+
+def ends(problem: Problem, edge: Edge) -> tuple[Array, Array]:
+    """Per option of the producer the number of its source, per option of the consumer its target."""
+    sources = {p: i for i, p in enumerate(edge.sources)}
+    targets = {q: i for i, q in enumerate(edge.targets)}
+    gives = [sources[given(o, edge.output)] for o in problem.options[edge.producer]]
+    wants = [targets[wanted(o, edge.slot)] for o in problem.options[edge.consumer]]
+    return np.array(gives, dtype=int), np.array(wants, dtype=int)
+
+
+def _moves(program: _Program, problem: Problem, y: list[Array]) -> None:
+    """Moves of values with several readers, which pay once for each target."""
+    for value in problem.values:
+        if len(value.edges) == 1:
+            continue
+        by_move: dict[tuple[int, Placements], list[int]] = {}
+        price: dict[tuple[int, Placements], float] = {}
+        for number in value.edges:
+            edge = problem.edges[number]
+            for i, j in zip(*np.nonzero(np.isfinite(edge.seconds)), strict=True):
+                if edge.seconds[i, j] > 0:
+                    key = (int(i), edge.targets[j])
+                    by_move.setdefault(key, []).append(int(y[number][i, j]))
+                    price[key] = float(edge.seconds[i, j])
+        z = program.add_columns(np.array(list(price.values())) * (value.count * _MICRO))
+        pairs = [(c, m) for c, moves in zip(z, by_move.values(), strict=True) for m in moves]
+        if pairs:
+            rows = program.add_rows(len(pairs), 0.0, _INFINITY)
+            shared, single = np.array(pairs).T
+            program.set(rows, shared, 1.0)
+            program.set(rows, single, -1.0)
+
+
+def _ties(program: _Program, problem: Problem, x: list[Array]) -> None:
+    for a, b in problem.ties:
+        left = [given(o, 0) for o in problem.options[a]]
+        right = [whole(wanted(o, 0)) for o in problem.options[b]]
+        keys = {key: i for i, key in enumerate(dict.fromkeys([*left, *right]))}
+        rows = program.add_rows(len(keys), 0.0, 0.0)
+        program.set(rows[[keys[k] for k in left]], x[a], 1.0)
+        program.set(rows[[keys[k] for k in right]], x[b], -1.0)
+
+
+def _memory(program: _Program, problem: Problem, x: list[Array]) -> None:
+    low, high = problem.memory_low, problem.memory_high
+    if not problem.memory or (low is None and high is None):
+        return
+    unit = max(max(sizes) for _, sizes in problem.memory) or 1
+    row = program.add_rows(
+        1,
+        -_INFINITY if low is None else low / unit,
+        _INFINITY if high is None else high / unit,
+    )
+    for group, sizes in problem.memory:
+        program.set(row, x[group], np.array(sizes) / unit)
+
+
+def _run(program: _Program, time_limit_s: float, gap: float) -> tuple[Array, float] | None:
+    columns, rows = program.columns, program.rows
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = columns, rows
+    lp.col_cost_ = np.concatenate(program.costs)
+    lp.col_lower_, lp.col_upper_ = np.zeros(columns), np.ones(columns)
+    lp.row_lower_, lp.row_upper_ = np.concatenate(program.low), np.concatenate(program.high)
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.num_col_, lp.a_matrix_.num_row_ = columns, rows
+    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = program.matrix()
+    kinds = [highspy.HighsVarType.kContinuous] * columns
+    kinds[: program.integers] = [highspy.HighsVarType.kInteger] * program.integers
+    lp.integrality_ = kinds
+    solver = _SOLVER()
+    for name, setting in (
+        ("output_flag", False),
+        ("threads", 1),
+        ("random_seed", 0),
+        ("time_limit", float(time_limit_s)),
+        ("mip_rel_gap", float(gap)),
+    ):
+        solver.setOptionValue(name, setting)
+    solver.passModel(lp)
+    solver.run()
+    status = solver.getModelStatus()
+    info = solver.getInfo()
+    feasible = info.primal_solution_status == 2  # kSolutionStatusFeasible
+    match status:
+        case highspy.HighsModelStatus.kOptimal:
+            return np.array(solver.getSolution().col_value), max(0.0, float(info.mip_gap))
+        case highspy.HighsModelStatus.kInfeasible | highspy.HighsModelStatus.kUnboundedOrInfeasible:
+            return None  # costs are not negative and columns bounded: it cannot be unbounded
+        case (
+            highspy.HighsModelStatus.kTimeLimit
+            | highspy.HighsModelStatus.kIterationLimit
+            | highspy.HighsModelStatus.kSolutionLimit
+            | highspy.HighsModelStatus.kInterrupt
+        ):
+            if feasible:
+                return np.array(solver.getSolution().col_value), float(info.mip_gap)
+            raise SolverError(
+                f"the search stopped after {time_limit_s} s without a plan ({status.name}, "
+                f"{columns} variables): allow more time, or fix more placements"
+            )
+        case _:
+            raise SolverError(f"HiGHS stopped with status {status.name} and no usable plan")

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from autop_ac import fake_mesh
-from autop_ac.capture.trace import capture
+from autop_ac.capture.trace import capture, request
 from autop_ac.graph.devices import Topology, find_device
 from autop_ac.sharding.apply import apply_plan
 from autop_ac.sharding.build import build_problem
@@ -35,12 +35,12 @@ def llama_joint(layers):
     config = LlamaConfig(64, 4, 2, 128, 256, layers, 16)
     with torch.device("meta"):
         model = Llama(config)
-    return capture(model, lambda: torch.zeros(16, 16, dtype=torch.long))
+    return capture(request(model, lambda: torch.zeros(16, 16, dtype=torch.long)))
 
 
 def gpt_joint(layers):
     config = GPTConfig(vocab_size=256, dim=64, heads=4, context=16, layers=layers)
-    return capture(GPT(config), lambda: torch.zeros(16, 16, dtype=torch.long))
+    return capture(request(GPT(config), lambda: torch.zeros(16, 16, dtype=torch.long)))
 
 
 def problem_of(joint, mesh, *, fold, constraints=None):

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from autop_ac import ACConfig, fake_mesh
-from autop_ac.capture.trace import capture
+from autop_ac.capture.trace import capture, request
 from autop_ac.graph.devices import Topology, find_device
 from autop_ac.recompute.hints import resolve_hints
 from autop_ac.recompute.pipeline import plan_recompute
@@ -85,9 +85,11 @@ def main():
         model = Llama(config)
     batch = args.batch * shape[0]
     joint = capture(
-        model, lambda: torch.zeros(batch, config.sequence, dtype=torch.long), mp_policy=policy
+        request(
+            model, lambda: torch.zeros(batch, config.sequence, dtype=torch.long), mp_policy=policy
+        )
     )
-    hints = resolve_hints(joint.module, joint.placeholders)
+    hints = resolve_hints(joint.module, joint.placeholders, joint.calling.module_prefix)
     clock.lap("capture")
     data = (Shard(0), *(Replicate() for _ in shape[1:]))
     free = (Shard(0), *(Shard(2) for _ in shape[1:]))

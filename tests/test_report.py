@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from autop_ac.graph.facts import Facts, Value
 from autop_ac.recompute.plan import Decision, Origin, RecomputePlan, Wish
-from autop_ac.report.build import make_report
+from autop_ac.report.build import SavedValue, make_report
 from autop_ac.report.fold import fold_paths, ranges
 from autop_ac.report.plan_table import plan_table
 from autop_ac.report.text import duration, size, table_html, table_text
@@ -101,7 +101,10 @@ def test_rows_sum_to_the_kept_bytes_and_time_counts_what_runs_again():
     made = report(3)
     assert sum(r.layers * r.saved_bytes for r in made.rows) == made.kept_bytes
     assert made.recompute_s == 3 * 0.5
-    assert made.saved == ("mm_0", "mm_1", "mm_2")
+    assert [v.name for v in made.saved] == ["mm_0", "mm_1", "mm_2"]
+    assert made.saved[1] == SavedValue(
+        "mm_1", "aten.mm.default", "layers.1", "", (), "", 100, "hint", HINT
+    )
 
 
 def test_what_backward_does_not_read_is_neither_saved_nor_recomputed():

@@ -82,6 +82,27 @@ class SetAside:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedValue:
+    """One value that is kept from forward to backward, and why.
+
+    Attributes:
+        name, op: of the local graph's node.  module, source: the user's module path, file and line.
+        shape, dtype: local.  bytes: of the storages it holds, on one device.
+        origin, reason: who decided, in plain words.
+    """
+
+    name: str
+    op: str
+    module: str
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    origin: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ACReport:
     """What is kept and recomputed, why, and what it costs; all bytes are of one device.
 
@@ -91,7 +112,7 @@ class ACReport:
         rows: by module path, in order of execution.
         set_aside: hints and rules that were overridden.
         notes: warnings and remarks.
-        saved: names of the values kept from forward to backward.
+        saved: the values kept from forward to backward, in order of execution.
         stage_bytes: the stage size used, None without stages.
         kept_bytes, kept_without_ac_bytes: bytes of saved activations at the end of forward.
         peak_bytes, peak_without_ac_bytes: predicted peak of live bytes.
@@ -102,7 +123,7 @@ class ACReport:
     rows: tuple[ModuleRow, ...]
     set_aside: tuple[SetAside, ...]
     notes: tuple[str, ...]
-    saved: tuple[str, ...]
+    saved: tuple[SavedValue, ...]
     stage_bytes: int | None
     kept_bytes: int
     kept_without_ac_bytes: int
@@ -206,7 +227,7 @@ def make_report(
         rows=_folded(rows),
         set_aside=_set_aside(facts, plan),
         notes=(*plan.notes, *(sharding.notes if sharding else ())),
-        saved=tuple(facts.values[i].name for i in plan.saved),
+        saved=tuple(_saved_value(facts, plan, i) for i in plan.saved),
         stage_bytes=plan.stage_bytes,
         kept_bytes=kept_bytes,
         kept_without_ac_bytes=kept_without_ac_bytes,
@@ -214,6 +235,22 @@ def make_report(
         peak_without_ac_bytes=peak_without_ac_bytes,
         recompute_s=sum(facts.values[i].time_s for i in sorted(again)),
         step_s=sharding.objective_s if sharding else None,
+    )
+
+
+def _saved_value(facts: Facts, plan: RecomputePlan, index: int) -> SavedValue:
+    value = facts.values[index]
+    decision = plan.decisions.get(index)
+    return SavedValue(
+        value.name,
+        value.captured_op or value.op,
+        value.module,
+        value.source,
+        value.shape,
+        value.dtype,
+        sum(facts.storage_bytes[s] for s in value.storages),
+        decision.origin.name.lower() if decision else "",
+        _without_numbers(decision.reason) if decision else "",
     )
 
 

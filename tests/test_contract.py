@@ -143,6 +143,10 @@ def test_hints_alone_keep_what_enters_the_blocks_and_the_products_that_are_read(
     assert kept >= 3 * config.layers
 
 
+def origin(node):
+    return node.meta["custom"]["autop_ac"]["origin"]
+
+
 def moved(node):
     """Views of a value, and what sharding inserted after it to bring it elsewhere."""
     found, stack = set(), [node]
@@ -150,8 +154,8 @@ def moved(node):
         for user in stack.pop().users:
             if user.op != "call_function" or user in found:
                 continue
-            view = user.target is aten._unsafe_view.default or user.target.is_view
-            if view or not user.meta["custom"]["autop_ac"]["origin"]:
+            is_view = getattr(user.target, "is_view", False)
+            if is_view or user.target is aten._unsafe_view.default or not origin(user):
                 found.add(user)
                 stack.append(user)
     return found

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _higher_order_ops
 from torch.fx.traceback import annotate
@@ -67,6 +68,46 @@ def traced_line() -> tuple[str, int] | None:
     return None
 
 
+def compiling_backend() -> Any:
+    """The backend that `torch.compile` traces for now, without PyTorch's wrappers; None outside."""
+    tracer = _tracer()
+    found = None if tracer is None else tracer.output.compiler_fn
+    while found is not None:
+        inner = getattr(found, "_torchdynamo_orig_backend", None)
+        inner = inner or getattr(found, "compiler_fn", None)
+        if inner is None or inner is found:
+            return found
+        found = inner
+    return None
+
+
+def graph_break_line() -> str:
+    """``"file.py:12"`` of a graph break in the frame that Dynamo traces now, ``""`` without one.
+
+    Dynamo learns of a break by running into it, and traces the frame again from its start.
+    """
+    tracer = _tracer()
+    if tracer is None:
+        return ""
+    for entry in tracer.output.root_tx.speculation_log.entries:
+        if entry._failed:
+            return f"{entry.filename}:{entry.lineno}"
+    return ""
+
+
+def root_function() -> str:
+    """Name of the function whose frame Dynamo traces now."""
+    tracer = _tracer()
+    return "" if tracer is None else tracer.output.root_tx.f_code.co_name
+
+
+def _tracer() -> Any:
+    try:
+        return InstructionTranslator.current_tx()
+    except AttributeError:  # no trace has run in this thread
+        return None
+
+
 def constant_while_tracing(fn: F) -> F:
     """Mark `fn` to run at trace time, its result taken as a constant."""
     return cast(F, torch._dynamo.assume_constant_result(fn))
@@ -77,7 +118,10 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "annotate",
+    "compiling_backend",
     "constant_while_tracing",
+    "graph_break_line",
+    "root_function",
     "higher_order_names",
     "is_higher_order",
     "mark",

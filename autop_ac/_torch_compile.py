@@ -14,7 +14,7 @@ from torch._functorch.aot_autograd import (
     boxed_nop_preserve_node_meta,
 )
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import get_custom_graph_passes
 from torch._inductor.decomposition import select_decomp_table
 
@@ -32,6 +32,7 @@ def inductor_joint_passes(enabled: bool) -> list[Callable[..., Any]]:
 __all__ = [
     "aot_compile_joint_with_descriptors",
     "boxed_nop_preserve_node_meta",
+    "compile_fx",
     "compile_fx_inner",
     "create_subclass_meta",
     "functorch_config",

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import itertools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -35,12 +36,25 @@ from .policies import Selector, check_name, conflicts, parse_selector, parse_sel
 
 REGION_PREFIX = "autop_ac_region_"
 _OTHERWISE = ("recompute", "save", "auto")
+# run by themselves where Dynamo left the function around them to eager
+_OWN_FRAMES = ("ac_region", "in_region", "checkpoint_name", "__call__", "__enter__", "__exit__")
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=torch.Tensor)
 
 # None outside of a capture; inside, it numbers the entries of regions
 _uids: ContextVar[Iterator[int] | None] = ContextVar("autop_ac_region_uids", default=None)
+
+
+class ReadsHints:
+    """Base of the backends of `torch.compile` that read hints: regions leave theirs for these.
+
+    Attributes:
+        entries: numbers the entries of regions.
+    """
+
+    def __init__(self) -> None:
+        self.entries: Iterator[int] = itertools.count(1)
 
 
 @contextlib.contextmanager
@@ -132,7 +146,27 @@ def _spec(
 
 @private.constant_while_tracing
 def _is_capturing() -> bool:
-    return _uids.get() is not None
+    return _numbers() is not None
+
+
+def _numbers() -> Iterator[int] | None:
+    """Of the trace that is under way, where what it makes reads hints."""
+    if (numbers := _uids.get()) is not None:
+        return numbers
+    backend = private.compiling_backend()
+    if not isinstance(backend, ReadsHints) or private.root_function() in _OWN_FRAMES:
+        return None
+    if line := private.graph_break_line():
+        here = private.traced_line()
+        warnings.warn(
+            f"the hints at {f'{here[0]}:{here[1]}' if here else 'an unknown line'} are not read: a "
+            f"graph break at {line} is in the same function, and may split a region. Move what "
+            "breaks the graph into another function, or out of the model",
+            UserWarning,
+            stacklevel=2,
+        )
+        return None
+    return backend.entries
 
 
 @private.constant_while_tracing
@@ -149,8 +183,8 @@ def _enter(
         line = private.traced_line()
         source = f"{line[0]}:{line[1]}" if line else ""
     spec = _spec(name, save, recompute, otherwise, prefer, source)
-    uids = _uids.get()
-    assert uids is not None, "regions are entered while capturing() is open"
+    uids = _numbers()
+    assert uids is not None, "regions are entered while something reads them"
     return {f"{REGION_PREFIX}{next(uids)}": spec.annotation()}
 
 

@@ -151,7 +151,7 @@ class AutoParallel:
         )
         self._joint = capture(self._request)
         self._hints = resolve_hints(
-            self._joint.module, self._joint.placeholders, self._joint.calling.module_prefix
+            self._joint.module, self._joint.placeholders, self._joint.module_prefix
         )
         self._state = "open"
         return self

@@ -87,7 +87,7 @@ class Settings:
                 if port.kind in ("parameter", "buffer") and port.name in plan.parameters
             },
         )
-        hints = resolve_hints(joint.module, joint.placeholders, joint.calling.module_prefix)
+        hints = resolve_hints(joint.module, joint.placeholders, joint.module_prefix)
         return self.lower(joint, hints, self.search(joint, constraints))[1]
 
 

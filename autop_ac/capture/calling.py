@@ -47,7 +47,6 @@ class Calling:
         form: the form of the call that was traced.
         leaves: traced leaves, fake tensors or plain values.
         output_types: dataclasses among the outputs, in the order in which they were taken apart.
-        module_prefix: path of the user's model inside what was traced.
     """
 
     parameters: tuple[str, ...]
@@ -55,7 +54,6 @@ class Calling:
     form: CallForm
     leaves: tuple[Any, ...]
     output_types: tuple[type, ...]
-    module_prefix: str
 
 
 @dataclass(frozen=True, eq=False)

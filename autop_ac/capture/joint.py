@@ -44,6 +44,7 @@ class JointGraph:
         fake_mode: the fake mode that the values of `module` belong to.
         descriptors: AOTAutograd's own handle, needed to compile.
         calling: what the runtime needs to flatten inputs and rebuild outputs (capture's own).
+        module_prefix: path of the user's model inside what was traced.
     """
 
     module: torch.fx.GraphModule
@@ -53,3 +54,4 @@ class JointGraph:
     fake_mode: Any
     descriptors: Any
     calling: Any
+    module_prefix: str = ""

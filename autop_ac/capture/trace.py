@@ -153,7 +153,33 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
     names = _restore_dtypes(graph, wanted.originals, wanted.fake_mode)
     joint = _export_joint(graph, tensors, where)
     take_marks(joint.graph_module)
-    return _describe(joint, names, wanted, tuple(output_types))
+    paired = zip(wanted.form.names, wanted.leaves, strict=True)
+    given = [name for name, leaf in paired if isinstance(leaf, torch.Tensor)]
+    calling = Calling(
+        parameters=tuple(names.get(n, n) for n in joint.params_spec),
+        buffers=tuple(names.get(n, n) for n in joint.buffers_spec),
+        form=wanted.form,
+        leaves=wanted.leaves,
+        output_types=tuple(output_types),
+    )
+    ports = [Port("input", name, i) for i, name in enumerate(given)]
+    return _describe(joint, names, ports, calling, _MODEL)
+
+
+def differentiate(graph: torch.fx.GraphModule, inputs: Sequence[Port]) -> JointGraph:
+    """The joint graph of what Dynamo hands to a backend of `torch.compile`.
+
+    Args:
+        graph: a function of tensors and sizes; its placeholders carry ``example_value``.
+        inputs: what each placeholder is.
+
+    Raises:
+        CaptureError: AOTAutograd cannot differentiate it.
+    """
+    values = [n.meta["example_value"] for n in graph.graph.find_nodes(op="placeholder")]
+    joint = _export_joint(graph, values, "while compiling")
+    take_marks(joint.graph_module)
+    return _describe(joint, {}, inputs, None, "")
 
 
 def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -268,10 +294,14 @@ def _exported(graph: torch.fx.GraphModule, tensors: list[Any], where: str) -> An
 
 
 def _describe(
-    joint: Any, names: Mapping[str, str], wanted: Request, output_types: tuple[type, ...]
+    joint: Any, names: Mapping[str, str], inputs: Sequence[Port], calling: Any, prefix: str
 ) -> JointGraph:
-    paired = zip(wanted.form.names, wanted.leaves, strict=True)
-    inputs = [name for name, leaf in paired if isinstance(leaf, torch.Tensor)]
+    """The joint graph with a port for each placeholder and result.
+
+    Args:
+        names: user names of parameters and buffers by captured name.
+        inputs: what each argument is.
+    """
     module = joint.graph_module
     output = module.graph.output_node()
     descs = output.meta["desc"]
@@ -286,7 +316,7 @@ def _describe(
         if isinstance(desc, private.BufferAOTInput):
             return Port("buffer", names.get(desc.target, desc.target))
         if isinstance(desc, private.PlainAOTInput):
-            return Port("input", inputs[desc.idx], desc.idx)
+            return inputs[desc.idx]
         if isinstance(desc, private.TangentAOTInput):
             if isinstance(desc.output, private.PlainAOTOutput):
                 return Port("tangent", f"output[{desc.output.idx}]", out_index[desc.output.idx])
@@ -324,12 +354,6 @@ def _describe(
         num_forward_outputs=forward,
         fake_mode=joint.fake_mode,
         descriptors=joint,
-        calling=Calling(
-            parameters=tuple(names.get(n, n) for n in joint.params_spec),
-            buffers=tuple(names.get(n, n) for n in joint.buffers_spec),
-            form=wanted.form,
-            leaves=wanted.leaves,
-            output_types=output_types,
-            module_prefix=_MODEL,
-        ),
+        calling=calling,
+        module_prefix=prefix,
     )

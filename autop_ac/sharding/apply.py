@@ -29,7 +29,7 @@ from ..capture.names import module_path, source_line
 from ..errors import AutopACError
 from ..graph.collect import draws_random
 from ..graph.random import drawn_with_offset, rank_offset
-from .plan import Placements, ShardingPlan
+from .plan import Choice, Placements, ShardingPlan
 
 _TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
 
@@ -61,12 +61,13 @@ def make_spec(value: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> 
 def apply_plan(
     joint: JointGraph,
     plan: ShardingPlan,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> LocalGraph:
     """Rewrite `joint` to local shapes under `plan`; the captured graph is left as it is.
 
     Args:
+        mesh: None for one device, under `unsharded`.
         decompositions: applied while recording (Inductor's, where Inductor compiles the result).
     """
     holders = [n for n in joint.module.graph.nodes if n.op == "placeholder"]
@@ -78,10 +79,27 @@ def apply_plan(
             *flat
         )
     _restore_placeholders(module, holders, joint)
-    _name_axes(module, mesh)
+    if mesh is not None:
+        _name_axes(module, mesh)
     module.graph.eliminate_dead_code(is_impure_node=_must_stay)
     module.recompile()
     return LocalGraph(module, joint.placeholders, joint.results, joint.num_forward_outputs)
+
+
+def unsharded(joint: JointGraph) -> ShardingPlan:
+    """The plan of one device: nothing is placed, so nothing is moved."""
+    choices = {}
+    for node in joint.module.graph.nodes:
+        leaves = pytree.arg_tree_leaves(*node.args, **node.kwargs)
+        reads = sum(isinstance(a, torch.fx.Node) for a in leaves)
+        value = node.meta.get("val")
+        gives = 1 if isinstance(value, torch.Tensor) or value is None else len(_listed(value))
+        choices[node.name] = Choice(node.name, (None,) * reads, (None,) * gives)
+    return ShardingPlan((), (), choices, {}, 0.0)
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _must_stay(node: torch.fx.Node) -> bool:
@@ -90,9 +108,9 @@ def _must_stay(node: torch.fx.Node) -> bool:
     return node.op in ("placeholder", "output") or (node.is_impure() and not inserted)
 
 
-def _local_fake(node: torch.fx.Node, mesh: DeviceMesh, placements: Placements | None) -> Any:
+def _local_fake(node: torch.fx.Node, mesh: DeviceMesh | None, placements: Placements | None) -> Any:
     value = node.meta["val"]
-    if not isinstance(value, torch.Tensor) or placements is None:
+    if not isinstance(value, torch.Tensor) or placements is None or mesh is None:
         return value
     shape = local_shape(value.shape, mesh, placements)
     if shape == tuple(value.shape):
@@ -108,7 +126,7 @@ def _local_fake(node: torch.fx.Node, mesh: DeviceMesh, placements: Placements | 
 class _Sharder:
     """One interpretation of the captured graph on local tensors."""
 
-    def __init__(self, joint: JointGraph, plan: ShardingPlan, mesh: DeviceMesh) -> None:
+    def __init__(self, joint: JointGraph, plan: ShardingPlan, mesh: DeviceMesh | None) -> None:
         self.joint = joint
         self.plan = plan
         self.mesh = mesh
@@ -143,7 +161,7 @@ class _Sharder:
     def _bring(self, node: torch.fx.Node, wanted: Placements | None, reader: torch.fx.Node) -> Any:
         """The value of `node` at the placements wanted, moved there at most once."""
         value, have = self.values[node], self._placements(node)
-        if wanted is None or have is None or tuple(wanted) == tuple(have):
+        if wanted is None or have is None or tuple(wanted) == tuple(have) or self.mesh is None:
             return value
         key = (node, tuple(wanted))
         if key not in self.moved:
@@ -170,7 +188,9 @@ class _Sharder:
 
         args, kwargs = pytree.tree_map(local, (tuple(node.args), dict(node.kwargs)))
         args = self._local_sizes(node, args, choice.outputs)
-        offset = rank_offset(self.mesh, choice.outputs) if draws_random(node) else 0
+        offset = 0
+        if self.mesh is not None and draws_random(node):
+            offset = rank_offset(self.mesh, choice.outputs)
         with self._recorded_as(node, origin=node.name), drawn_with_offset(offset):
             result = node.target(*args, **kwargs)
         self._check(node, result, choice.outputs)
@@ -180,7 +200,7 @@ class _Sharder:
         """Size arguments that speak of the output, scaled to its local shape."""
         where = private.sharding_propagator.op_to_shape_and_stride_idx.get(node.target)
         value = node.meta["val"]
-        if outputs[0] is None or not isinstance(value, torch.Tensor):
+        if self.mesh is None or outputs[0] is None or not isinstance(value, torch.Tensor):
             return args
         shape = local_shape(value.shape, self.mesh, outputs[0])
         if where is None or shape == tuple(value.shape):
@@ -193,6 +213,8 @@ class _Sharder:
         return tuple(changed)
 
     def _check(self, node: torch.fx.Node, result: Any, outputs: Any) -> None:
+        if self.mesh is None:
+            return
         values = node.meta["val"]
         single = isinstance(values, torch.Tensor)
         pairs = zip([values] if single else values, [result] if single else result, strict=True)
@@ -233,7 +255,7 @@ class _Sharder:
     ) -> Any:
         meta = dict(node.meta)
         stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
-        prefix = self.joint.calling.module_prefix
+        prefix = self.joint.module_prefix
         facts = {
             "origin": origin,
             "serves": serves,

@@ -62,7 +62,7 @@ def _places(joint: JointGraph, nodes: list[torch.fx.Node]) -> dict[torch.fx.Node
 
     A sum of gradients adds what its own layer gives to what has run through all later layers.
     """
-    prefix = joint.calling.module_prefix
+    prefix = joint.module_prefix
     order = {node: i for i, node in enumerate(nodes)}
     places: dict[torch.fx.Node, str] = {}
     for node in nodes:

@@ -89,7 +89,7 @@ def main():
             model, lambda: torch.zeros(batch, config.sequence, dtype=torch.long), mp_policy=policy
         )
     )
-    hints = resolve_hints(joint.module, joint.placeholders, joint.calling.module_prefix)
+    hints = resolve_hints(joint.module, joint.placeholders, joint.module_prefix)
     clock.lap("capture")
     data = (Shard(0), *(Replicate() for _ in shape[1:]))
     free = (Shard(0), *(Shard(2) for _ in shape[1:]))

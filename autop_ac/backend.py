@@ -1,0 +1,139 @@
+"""Activation checkpointing on its own: a backend of `torch.compile` for a single-device model."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from . import _torch_compile as private
+from .annotate import ReadsHints
+from .capture.joint import Port
+from .capture.trace import differentiate
+from .config import ACConfig, CompileConfig, ac_config
+from .errors import UsageError
+from .graph.devices import DeviceSpec, Topology, find_device
+from .lowering.compile import compile_local, decompositions, partition_by
+from .lowering.hooks import run_user_passes, user_passes_done
+from .recompute.hints import resolve_hints
+from .recompute.pipeline import plan_recompute
+from .report.build import ACReport, build_report
+from .sharding.apply import apply_plan, unsharded
+
+log = logging.getLogger("autop_ac")
+
+Lowered = Callable[..., Any]
+
+
+class ACBackend(ReadsHints):
+    """What `backend` gives: hand it to ``torch.compile(model, backend=...)``.
+
+    Attributes:
+        reports: one for each graph that was compiled with a backward, in order.
+    """
+
+    def __init__(self, ac: ACConfig, compile: CompileConfig, device: DeviceSpec | None) -> None:
+        super().__init__()
+        self.ac = ac
+        self.compile = compile
+        self.device = device
+        self.reports: list[ACReport] = []
+
+    @property
+    def ac_report(self) -> ACReport:
+        """Of the graph that was compiled last.
+
+        Raises:
+            UsageError: none was compiled with a backward yet.
+        """
+        if not self.reports:
+            raise UsageError(
+                "there is no report yet: call the compiled model on inputs, with gradients enabled"
+            )
+        return self.reports[-1]
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Lowered:
+        """Compile one graph of Dynamo's; PyTorch calls this."""
+        if not _has_backward(gm):
+            if self.compile.backend == "eager":
+                return gm.forward
+            compiled: Lowered = private.compile_fx(gm, example_inputs)
+            return compiled
+        joint = differentiate(gm, _ports(gm))
+        backend = self.compile.backend
+        local = apply_plan(joint, unsharded(joint), None, decompositions(joint, backend))
+        local = run_user_passes(local, joint, backend)
+        recompute = plan_recompute(
+            local,
+            resolve_hints(joint.module, joint.placeholders, joint.module_prefix),
+            self.ac,
+            self.device or _device_of(gm),
+            Topology.from_mesh_shape((1,)),
+            reshard_after_forward=True,
+        )
+        with user_passes_done():
+            made = compile_local(joint, local.module, partition_by(recompute), backend)
+        self.reports.append(build_report(recompute, None))
+        for note in recompute.plan.notes:
+            warnings.warn(note, UserWarning, stacklevel=2)
+        log.info("compiled a graph of %d nodes", len(local.module.graph.nodes))
+        return made
+
+
+def backend(
+    config: ACConfig | None = None,
+    /,
+    *,
+    compile: Literal["eager", "inductor"] = "inductor",
+    device: str | DeviceSpec | None = None,
+    **settings: Any,
+) -> ACBackend:
+    """A backend of `torch.compile` with the hints, rules, stages, budgets and report of autop_ac::
+
+        ac = autop_ac.backend(stage_size="auto")
+        model = torch.compile(model, backend=ac)
+        model(x).sum().backward()
+        print(ac.ac_report)
+
+    Make one for each model: a changed policy is another backend, and compiles again.
+
+    Args:
+        config: settings of activation checkpointing; or give them as keywords, as to `configure_ac`.
+        compile: Inductor, or the two graphs run node by node.
+        device: what the model runs on, for predicted times; None for the device of its inputs.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+    described = find_device(device) if isinstance(device, str) else device
+    return ACBackend(ac_config(config, settings), CompileConfig(compile), described)
+
+
+def _has_backward(gm: torch.fx.GraphModule) -> bool:
+    values = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    results = gm.graph.output_node().all_input_nodes
+    given = [n.meta.get("example_value") for n in results]
+    differentiable = any(isinstance(v, torch.Tensor) and v.requires_grad for v in given)
+    return torch.is_grad_enabled() and differentiable and any(v.requires_grad for v in tensors)
+
+
+def _ports(gm: torch.fx.GraphModule) -> list[Port]:
+    ports = []
+    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        value = node.meta["example_value"]
+        if isinstance(value, torch.nn.Parameter):
+            ports.append(Port("parameter", node.name, i))
+        else:
+            static = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+            ports.append(Port("buffer" if static else "input", node.name, i))
+    return ports
+
+
+def _device_of(gm: torch.fx.GraphModule) -> DeviceSpec:
+    values = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
+    types = {v.device.type for v in values if isinstance(v, torch.Tensor)}
+    return find_device(torch.cuda.get_device_name()) if "cuda" in types else find_device("cpu")

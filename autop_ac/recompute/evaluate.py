@@ -166,6 +166,10 @@ class Evaluator:
         """The free roots that a mask saves."""
         return tuple(root for root, kept in zip(self.free, mask, strict=True) if kept)
 
+    def kept_roots(self, saved: Collection[int]) -> tuple[int, ...]:
+        """The free roots whose being saved makes these values saved."""
+        return tuple(sorted({self.free[self.slot[i]] for i in saved if self.slot[i] >= 0}))
+
     def never_saved(self, index: int) -> bool:
         """Whether no mask keeps this value."""
         return self.slot[index] == _NEVER

@@ -5,35 +5,42 @@ Points are outcomes of the exact evaluation, ascending in peak and strictly desc
 
 Beyond that a budget B is sought by bisection between two points, the one of least peak found and the
 one that recomputes least. A *bracket* is a pair of neighbouring points (x, y). Its candidates come from
-x and y alone: what the linear program of `relax` proposes for peaks between theirs, and the save sets
-that take x's decision before a position in the forward pass and y's from there on. Candidates that lie
-between x and y in peak and in time refine the bracket; the next bracket is the pair of neighbours around
-B. What B decides is only which way to turn, so that for two budgets that part ways at a bracket the
-smaller one ends at or before the point where the larger one starts: a larger budget never costs more
-time, and a smaller one never raises the peak. Within a bracket the prefix that differs from the rest is
-what makes equal layers decide alike but for one run of them.
+x and y alone: what the program of `relax` proposes for the peak halfway, by the linear program first
+and by branch and bound where that gives nothing new, and last the save sets that take x's decision
+before a position in the forward pass and y's from there on. Candidates that lie between x and y in peak
+and in time refine the bracket; the next one is the pair of neighbours around B. What B decides is only
+which way to turn, so that of two budgets that part ways at a bracket the smaller one ends at or before
+the point where the larger one starts: a larger budget never costs more time, and a smaller one never
+raises the peak.
 
-Complexity: a bracket costs some linear programs and evaluations, each near linear in the graph; depth
-and candidates are bounded by constants. Deterministic: all choices are by exact bytes, times and
-positions. Weaknesses: beyond `EXACT` values neither the curve nor its least peak is proven to be
-best; `bound_s` says how far a point can be off. Peaks that come from values recomputed early through
-more than a few links are seen by the evaluation but not by the linear program.
+Equal layers are kept alike as far as the budget allows: their decisions are sorted, so that those that
+differ are runs of neighbours.
+
+Complexity: a bracket costs a few linear programs and evaluations, each near linear in the graph; depth
+and candidates are bounded by constants. Branch and bound is left out on large graphs, where one value
+more or less is a small part of the whole. Deterministic: all choices are by exact bytes, times and
+positions, and limits count nodes, never seconds. Weaknesses: beyond `EXACT` values neither the curve
+nor its least peak is proven to be best; `bound_s` says how far a point can be off.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from .evaluate import Evaluator
+from .layers import equal_layers
 from .relax import Relaxation, Step
 
 EXACT = 12
 _DEPTH = 12  # brackets on the way to a budget
-_ROUNDS = 3  # of rows added to one linear program
+_WHOLE_DEPTH = 5  # of them by branch and bound
+_ROUNDS = 3  # of rows added to one program
 _SPLITS = 24  # positions tried in one bracket
+_COLUMNS = 3000  # of a program up to which branch and bound is used
+_NODES = 50
 _WIDTH = 2000  # a bracket narrower than this part of the whole curve is not refined
 _PRICES = tuple(2.0**k for k in range(8, -11, -1))
 
@@ -46,13 +53,24 @@ class ParetoPoint:
         peak_bytes: predicted peak.
         recompute_time_s: seconds of what backward computes again.
         saved: the forward values kept, ascending.
-        mask: by free value, whether it is saved.
+        roots: the free values to save; all other free ones are recomputed where they are needed.
     """
 
     peak_bytes: int
     recompute_time_s: float
     saved: tuple[int, ...]
-    mask: bytes
+    roots: tuple[int, ...]
+    mask: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bracket:
+    """Two neighbouring points, the rows of use between them, and how often it was refined."""
+
+    x: ParetoPoint
+    y: ParetoPoint
+    steps: frozenset[Step]
+    whole: int = 0
 
 
 class Curve:
@@ -65,7 +83,9 @@ class Curve:
 
     def __init__(self, evaluator: Evaluator, seeds: Iterable[bytes] = ()) -> None:
         self.ev = evaluator
+        self.layers = equal_layers(evaluator.facts, evaluator.free)
         self.exact = len(evaluator.free) <= EXACT
+        self._refined: dict[_Bracket, tuple[_Bracket, ...]] = {}
         if self.exact:
             self._relaxation: Relaxation | None = None
             every = itertools.product((0, 1), repeat=len(evaluator.free))
@@ -81,35 +101,26 @@ class Curve:
 
     def at(self, budget_bytes: int) -> ParetoPoint | None:
         """The point of least time with a peak of at most `budget_bytes`, None where there is none."""
-        x, y = _around(self._ends, budget_bytes)
-        if x is None or y is None or self.exact:
-            return x
-        steps = frozenset((self.ev.peak_step(x.mask), self.ev.peak_step(y.mask)))
+        if budget_bytes < self.smallest_bytes:
+            return None
+        if self.exact or budget_bytes >= self._ends[-1].peak_bytes:
+            return [p for p in self._ends if p.peak_bytes <= budget_bytes][-1]
+        around = self._pick(self._brackets(), budget_bytes)
         for _ in range(_DEPTH):
-            if (y.peak_bytes - x.peak_bytes) * _WIDTH <= self._range():
+            finer = self._refine(around)
+            if len(finer) == 1:
                 break
-            inside, steps = self._between(x, y, steps)
-            if not inside:
-                break
-            nearer, further = _around([x, *inside, y], budget_bytes)
-            assert nearer is not None and further is not None
-            x, y = nearer, further
-        return x
+            around = self._pick(finer, budget_bytes)
+        return around.x
 
     def points(self, depth: int = 3) -> tuple[ParetoPoint, ...]:
-        """The curve, each bracket refined `depth` times."""
-        if self.exact:
+        """The curve, each bracket refined up to `depth` times."""
+        if self.exact or len(self._ends) == 1:
             return tuple(self._ends)
-        curve = list(self._ends)
+        brackets = self._brackets()
         for _ in range(depth):
-            finer = curve[:1]
-            for x, y in itertools.pairwise(curve):
-                if (y.peak_bytes - x.peak_bytes) * _WIDTH > self._range():
-                    steps = frozenset((self.ev.peak_step(x.mask), self.ev.peak_step(y.mask)))
-                    finer += self._between(x, y, steps)[0]
-                finer.append(y)
-            curve = finer
-        return tuple(curve)
+            brackets = tuple(b for bracket in brackets for b in self._refine(bracket))
+        return (*(b.x for b in brackets), brackets[-1].y)
 
     def bound_s(self, point: ParetoPoint, budget_bytes: int) -> float:
         """A time that no save set within `budget_bytes` falls below."""
@@ -118,27 +129,83 @@ class Curve:
         steps = {self.ev.peak_step(p.mask) for p in (point, *self._ends)}
         bound = 0.0
         for _ in range(_ROUNDS):
-            relaxed = self._relaxation.within(budget_bytes, steps)
-            if relaxed is None:  # the point itself holds, so only rounding can say so
-                break
+            nodes = _NODES if self._is_small else 0
+            relaxed = self._relaxation.within(budget_bytes, steps, nodes)
+            if relaxed is None:
+                break  # the point itself is within: only rounding can say otherwise
             bound = max(bound, relaxed.time_s)
-            more = {self.ev.peak_step(m) for m in relaxed.masks[:2]} - steps
+            more = {self.ev.peak_step(m) for m in relaxed.masks} - steps
             if not more:
                 break
             steps |= more
         return min(bound, point.recompute_time_s)
+
+    @property
+    def _is_small(self) -> bool:
+        return self._relaxation is not None and self._relaxation.columns <= _COLUMNS
+
+    def _brackets(self) -> tuple[_Bracket, ...]:
+        return tuple(
+            _Bracket(x, y, frozenset((self.ev.peak_step(x.mask), self.ev.peak_step(y.mask))))
+            for x, y in itertools.pairwise(self._ends)
+        )
+
+    @staticmethod
+    def _pick(brackets: Iterable[_Bracket], budget_bytes: int) -> _Bracket:
+        return next(b for b in brackets if b.x.peak_bytes <= budget_bytes < b.y.peak_bytes)
+
+    def _refine(self, bracket: _Bracket) -> tuple[_Bracket, ...]:
+        """Finer brackets from one end to the other; itself alone where nothing lies between."""
+        if bracket not in self._refined:
+            x, y = bracket.x, bracket.y
+            points, steps, whole = [], bracket.steps, bracket.whole
+            if (y.peak_bytes - x.peak_bytes) * _WIDTH > self._range():
+                points, steps, whole = self._between(bracket)
+            self._refined[bracket] = tuple(
+                _Bracket(a, b, steps, whole) for a, b in itertools.pairwise((x, *points, y))
+            )
+            if not points:
+                self._refined[bracket] = (bracket,)
+        return self._refined[bracket]
+
+    def _between(self, bracket: _Bracket) -> tuple[list[ParetoPoint], frozenset[Step], int]:
+        x, y, whole = bracket.x, bracket.y, bracket.whole
+        middle = Fraction(x.peak_bytes + y.peak_bytes, 2)
+        inside: list[ParetoPoint] = []
+        steps = bracket.steps
+        if not whole:
+            masks, steps = self._propose(middle, steps)
+            inside = self._inside(x, y, masks)
+        if not inside and self._is_small and whole < _WHOLE_DEPTH:
+            masks, steps = self._propose(middle, steps, _NODES)
+            inside = self._inside(x, y, masks)
+            whole += 1
+        if not inside:
+            inside = self._inside(x, y, self._splits(x.mask, y.mask))
+        return inside, steps, whole
+
+    def _inside(self, x: ParetoPoint, y: ParetoPoint, masks: Iterable[bytes]) -> list[ParetoPoint]:
+        return [
+            p
+            for p in self._front(masks)
+            if x.peak_bytes < p.peak_bytes < y.peak_bytes
+            and y.recompute_time_s < p.recompute_time_s < x.recompute_time_s
+        ]
 
     def _range(self) -> int:
         return self._ends[-1].peak_bytes - self._ends[0].peak_bytes
 
     def _point(self, mask: bytes) -> ParetoPoint:
         outcome = self.ev(mask)
-        return ParetoPoint(outcome.peak_bytes, outcome.time_s, outcome.saved, mask)
+        roots = self.ev.kept_roots(outcome.saved)
+        return ParetoPoint(
+            outcome.peak_bytes, outcome.time_s, outcome.saved, roots, self.ev.mask(roots)
+        )
 
     def _front(self, masks: Iterable[bytes]) -> list[ParetoPoint]:
         """Of these the points that no other beats, ascending in peak."""
         found = [self._point(m) for m in dict.fromkeys(masks)]
-        found.sort(key=lambda p: (p.peak_bytes, p.recompute_time_s, p.saved, p.mask))
+        found.sort(key=lambda p: (p.peak_bytes, p.recompute_time_s, p.saved))
         front: list[ParetoPoint] = []
         for point in found:
             if not front or point.recompute_time_s < front[-1].recompute_time_s:
@@ -150,51 +217,59 @@ class Curve:
         count = len(self.ev.free)
         masks = [bytes(count), b"\1" * count, *seeds, *self._relaxation.priced(_PRICES)]
         front = self._front(masks)
-        # below the least peak so far: aim at ever smaller peaks while that still finds one
-        low = Fraction(0)
-        steps = {self.ev.peak_step(p.mask) for p in front}
+        # aim at ever smaller peaks: halfway to the least found, or up again where nothing is found
+        low = Fraction(self.ev.base)
+        steps = frozenset(self.ev.peak_step(p.mask) for p in front)
         for _ in range(_DEPTH):
-            goal = (low + front[0].peak_bytes) / 2
-            before = front[0].peak_bytes
-            masks, steps = self._propose(goal, frozenset(steps), None)
-            if masks:
-                front = self._front([p.mask for p in front] + masks)
-            if front[0].peak_bytes == before:
+            least = front[0].peak_bytes
+            if (least - low) * _WIDTH <= least - self.ev.base:
+                break
+            goal = (low + least) / 2
+            masks, steps = self._propose(goal, steps)
+            front = self._front([*(p.mask for p in front), *masks])
+            if front[0].peak_bytes == least:
                 low = goal
         return front
 
-    def _between(
-        self, x: ParetoPoint, y: ParetoPoint, steps: frozenset[Step]
-    ) -> tuple[list[ParetoPoint], frozenset[Step]]:
-        """Points strictly between two, and the rows that were of use."""
-        middle = Fraction(x.peak_bytes + y.peak_bytes, 2)
-        masks, steps = self._propose(middle, steps, x)
-        masks += self._splits(x.mask, y.mask)
-        inside = [
-            p
-            for p in self._front(masks)
-            if x.peak_bytes < p.peak_bytes < y.peak_bytes
-            and y.recompute_time_s < p.recompute_time_s < x.recompute_time_s
-        ]
-        return inside, steps
-
     def _propose(
-        self, goal: Fraction, steps: Iterable[Step], floor: ParetoPoint | None
+        self, goal: Fraction, steps: Iterable[Step], nodes: int = 0
     ) -> tuple[list[bytes], frozenset[Step]]:
-        """Masks of the linear program for a peak; rows are added where its answers have theirs."""
+        """Masks of the program for a peak; rows are added where its answers have theirs."""
         assert self._relaxation is not None
         rows = set(steps)
         found: list[bytes] = []
         for _ in range(_ROUNDS):
-            relaxed = self._relaxation.within(goal, rows)
+            relaxed = self._relaxation.within(goal, rows, nodes)
             if relaxed is None:
                 break
-            found += relaxed.masks
+            found = [self._arranged(mask) for mask in relaxed.masks]
             more = {self.ev.peak_step(m) for m in relaxed.masks} - rows
             if not more:
                 break
             rows |= more
         return found, frozenset(rows)
+
+    def _arranged(self, given: bytes) -> bytes:
+        """The mask with the decisions of equal layers sorted: those that keep least come first.
+
+        A layer's kept bytes are alive in the backward of all layers after it, so that no order of
+        the same decisions holds less there. Where it still costs peak or time, the mask as given.
+        """
+        mask = bytearray(given)
+        for layers in self.layers:
+            parts = sorted(
+                (
+                    sum(self.ev.bytes_of(self.ev.free[k]) for k in layer.slots if given[k]),
+                    bytes(given[k] for k in layer.slots),
+                )
+                for layer in layers
+            )
+            for layer, (_, part) in zip(layers, parts, strict=True):
+                for k, kept in zip(layer.slots, part, strict=True):
+                    mask[k] = kept
+        before, after = self.ev(given), self.ev(bytes(mask))
+        worse = after.peak_bytes > before.peak_bytes or after.time_s > before.time_s
+        return given if worse else bytes(mask)
 
     def _splits(self, first: bytes, last: bytes) -> list[bytes]:
         """Masks that take `first` before a position and `last` from there on."""
@@ -202,12 +277,3 @@ class Curve:
         if len(differ) > _SPLITS:
             differ = [differ[k * len(differ) // _SPLITS] for k in range(_SPLITS)]
         return [first[:k] + last[k:] for k in differ]
-
-
-def _around(
-    points: list[ParetoPoint], budget_bytes: int
-) -> tuple[ParetoPoint | None, ParetoPoint | None]:
-    """The last point within the budget and the first beyond it."""
-    within = [p for p in points if p.peak_bytes <= budget_bytes]
-    beyond = points[len(within) :]
-    return (within[-1] if within else None), (beyond[0] if beyond else None)

@@ -50,6 +50,7 @@ from .hints import root_of
 _SOLVER: Any = highspy.Highs.__base__  # the class on top of it prints a banner when it is made
 _INFINITY = highspy.kHighsInf
 _TILT = 1e-6  # of the time of all: what it costs to keep everything in the first rather than the last layer
+_MIP_GAP = 0.002
 _CHAINS, _LINKS = 4, 6
 _PENDING = 64  # values of a row whose early recomputation is followed
 
@@ -111,7 +112,7 @@ class Relaxation:
         self.time_unit = sum(values[i].time_s for i in self.values) or 1.0
         self.byte_unit = sum(ev.bytes_of(i) for i in self.values) or 1
         self._owners()
-        self.steps: dict[Step, _Row] = {}
+        self._rows: dict[Step, _Row] = {}
 
     def _owners(self) -> None:
         """The value that each storage is charged to where it is kept, and how long it then lives."""
@@ -138,6 +139,11 @@ class Relaxation:
         for i in self.values:
             self.hold[i] = max(self.hold[i], early[i])
 
+    @property
+    def columns(self) -> int:
+        """Columns without those of rows of memory."""
+        return len(self.low)
+
     def priced(self, prices: Iterable[float]) -> tuple[bytes, ...]:
         """The save set that is least at each price, in shares of all time per share of all bytes."""
         solver = self._solver(())
@@ -149,8 +155,16 @@ class Relaxation:
             found += self._solve(solver, cost)[1]
         return tuple(dict.fromkeys(found))
 
-    def within(self, budget: Fraction | int, steps: Iterable[Step]) -> Relaxed | None:
-        """The optimum with rows of memory at these steps; None where there is none."""
+    def within(
+        self, budget: Fraction | int, steps: Iterable[Step], nodes: int = 0
+    ) -> Relaxed | None:
+        """The optimum with rows of memory at these steps; None where there is none.
+
+        Args:
+            budget: bytes.
+            steps: where to have rows.
+            nodes: nodes of branch and bound for whole decisions; 0 for the linear program alone.
+        """
         rows = [self._row(step) for step in sorted(set(steps))]
         room = [float(Fraction(budget - row.constant) / self.byte_unit) for row in rows]
         if any(left < 0 for left in room):
@@ -159,7 +173,13 @@ class Relaxation:
         cost = np.zeros(solver.getNumCol())
         tilted = self._cost(0.0)
         cost[: len(tilted)] = tilted
-        value, masks = self._solve(solver, cost)
+        if nodes:
+            count = len(self.low)
+            whole = np.full(count, highspy.HighsVarType.kInteger)
+            solver.changeColsIntegrality(count, np.arange(count, dtype=np.int32), whole)
+            solver.setOptionValue("mip_rel_gap", _MIP_GAP)
+            solver.setOptionValue("mip_max_nodes", nodes)
+        value, masks = self._solve(solver, cost, nodes > 0)
         if value is None:
             return None
         return Relaxed(max(0.0, value - _TILT) * self.time_unit, masks)
@@ -194,10 +214,10 @@ class Relaxation:
         return 0.0
 
     def _row(self, step: Step) -> _Row:
-        if step not in self.steps:
+        if step not in self._rows:
             side, at = step
-            self.steps[step] = self._forward_row(at) if side == "forward" else self._backward_row(at)
-        return self.steps[step]
+            self._rows[step] = self._forward_row(at) if side == "forward" else self._backward_row(at)
+        return self._rows[step]
 
     def _forward_row(self, at: int) -> _Row:
         ev = self.ev
@@ -335,14 +355,20 @@ class Relaxation:
             computed(reader, bound)
             program.row(bound, -constant)
 
-    def _solve(self, solver: Any, cost: np.ndarray) -> tuple[float | None, tuple[bytes, ...]]:
+    def _solve(
+        self, solver: Any, cost: np.ndarray, whole: bool = False
+    ) -> tuple[float | None, tuple[bytes, ...]]:
+        """A value that the optimum is not below, and save sets; None where nothing holds."""
         count = len(cost)
         solver.changeColsCost(count, np.arange(count, dtype=np.int32), cost)
         solver.run()
-        status = solver.getModelStatus()
+        status, info = solver.getModelStatus(), solver.getInfo()
         match status:
             case highspy.HighsModelStatus.kOptimal | highspy.HighsModelStatus.kModelEmpty:
                 pass  # without columns there is nothing to decide
+            case highspy.HighsModelStatus.kSolutionLimit if whole:  # all nodes are used
+                if info.primal_solution_status != 2:  # kSolutionStatusFeasible
+                    return max(0.0, float(info.mip_dual_bound)), ()
             case (
                 highspy.HighsModelStatus.kInfeasible
                 | highspy.HighsModelStatus.kUnboundedOrInfeasible
@@ -351,7 +377,8 @@ class Relaxation:
             case _:
                 raise SolverError(f"HiGHS stopped with status {status.name} and no usable bound")
         x = np.array(solver.getSolution().col_value)
-        return float(solver.getInfo().objective_function_value), self._cut(x)
+        value = info.mip_dual_bound if whole else info.objective_function_value
+        return float(value), self._cut(x)
 
     def _cut(self, x: np.ndarray) -> tuple[bytes, ...]:
         """Save sets of all thresholds that differ, at most eight."""

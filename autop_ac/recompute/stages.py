@@ -38,7 +38,7 @@ _ROUTING = ("aten.topk.",)
 
 
 @dataclass(frozen=True)
-class _Forward:
+class Forward:
     """Free values in graph order, with what the walk needs of each.
 
     Attributes:
@@ -74,7 +74,7 @@ def stage_wishes(
     if stage_bytes is None:
         return {}, ()
     assert stage_bytes > 0, f"stage_bytes={stage_bytes}"
-    forward = _free_values(facts, fixed)
+    forward = free_values(facts, fixed)
     cuts = _cuts(forward, stage_bytes)
     wishes = {i: Wish("save", Origin.AUTO, reason) for i, reason in forward.kept.items()}
     large = []
@@ -95,7 +95,8 @@ def stage_wishes(
     return dict(sorted(wishes.items())), notes
 
 
-def _free_values(facts: Facts, fixed: Mapping[int, Action]) -> _Forward:
+def free_values(facts: Facts, fixed: Mapping[int, Action]) -> Forward:
+    """The values that the automatic part decides, and those that it keeps in any case."""
     outputs = {
         root_of(facts, i) for i in facts.forward_outputs if facts.values[i].side == "forward"
     }
@@ -120,8 +121,8 @@ def _free_values(facts: Facts, fixed: Mapping[int, Action]) -> _Forward:
         if v.role == "input" and v.index in reader
     )
     sizes = tuple(facts.values[i].bytes for i in free)
-    layers = tuple(_layer(facts.values[i].module) for i in free)
-    return _Forward(tuple(free), sizes, last, inputs, layers, kept)
+    layers = tuple(layer_of(facts.values[i].module) for i in free)
+    return Forward(tuple(free), sizes, last, inputs, layers, kept)
 
 
 def _last_readers(facts: Facts, fixed: Mapping[int, Action]) -> dict[int, int]:
@@ -156,7 +157,7 @@ def _reason_to_keep(value: Value, is_output: bool) -> str:
     return ""
 
 
-def _cuts(forward: _Forward, stage_bytes: int) -> list[int]:
+def _cuts(forward: Forward, stage_bytes: int) -> list[int]:
     """Positions among the free values, ascending; a cut comes after its position."""
     n = len(forward.free)
     total = [0, *accumulate(forward.bytes)]
@@ -190,7 +191,7 @@ def _cuts(forward: _Forward, stage_bytes: int) -> list[int]:
     return cuts
 
 
-def _alive(forward: _Forward, large: list[tuple[int, int]]) -> list[int]:
+def _alive(forward: Forward, large: list[tuple[int, int]]) -> list[int]:
     """Bytes alive across the cut after each position.
 
     In a large layer only its own values count: what entered it was kept by the cut before it.
@@ -247,7 +248,7 @@ def candidates(facts: Facts, fixed: Mapping[int, Action] | None = None) -> tuple
     The whole; prefixes of about its half, quarter, and so on; and multiples of the largest layer.
     In a small graph every size at which some cut changes.
     """
-    forward = _free_values(facts, fixed or {})
+    forward = free_values(facts, fixed or {})
     prefixes = list(accumulate(forward.bytes))
     if not prefixes or prefixes[-1] == 0:
         return ()
@@ -271,7 +272,7 @@ def candidates(facts: Facts, fixed: Mapping[int, Action] | None = None) -> tuple
     return tuple(sorted((s for s in sizes if 0 < s <= whole), reverse=True))
 
 
-def _layer(module: str) -> str:
+def layer_of(module: str) -> str:
     """The module path to its first number, ``layers.3`` of ``layers.3.mlp``; ``""`` without one."""
     match = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", module)
     return match[0] if match else ""

@@ -25,7 +25,6 @@ from collections.abc import Mapping
 from ..errors import InfeasibleError
 from ..graph.facts import Facts
 from .evaluate import Evaluator
-from .hints import root_of
 from .pareto import Curve, ParetoPoint
 from .plan import Action, BudgetResult, Origin, Wish
 from .stages import candidates, free_values, stage_wishes
@@ -208,8 +207,3 @@ def _unlike_layers(curve: Curve, point: ParetoPoint) -> tuple[str, ...]:
                 f"the budget falls between two decisions for {len(layers)} equal layers: {told}"
             )
     return tuple(notes)
-
-
-def roots_of(facts: Facts) -> tuple[int, ...]:
-    """Forward values that decide for themselves."""
-    return tuple(v.index for v in facts.forward if root_of(facts, v.index) == v.index)

@@ -39,7 +39,7 @@ _DEPTH = 12  # brackets on the way to a budget
 _WHOLE_DEPTH = 5  # of them by branch and bound
 _ROUNDS = 3  # of rows added to one program
 _SPLITS = 24  # positions tried in one bracket
-_COLUMNS = 3000  # of a program up to which branch and bound is used
+_COLUMNS = 2000  # of a program up to which branch and bound is used
 _NODES = 50
 _WIDTH = 2000  # a bracket narrower than this part of the whole curve is not refined
 _PRICES = tuple(2.0**k for k in range(8, -11, -1))
@@ -79,12 +79,15 @@ class Curve:
     Args:
         evaluator: outcomes of masks.
         seeds: masks to start from, besides those of the linear program.
+        exact: most free values up to which all save sets are compared.
     """
 
-    def __init__(self, evaluator: Evaluator, seeds: Iterable[bytes] = ()) -> None:
+    def __init__(
+        self, evaluator: Evaluator, seeds: Iterable[bytes] = (), exact: int = EXACT
+    ) -> None:
         self.ev = evaluator
         self.layers = equal_layers(evaluator.facts, evaluator.free)
-        self.exact = len(evaluator.free) <= EXACT
+        self.exact = len(evaluator.free) <= exact
         self._refined: dict[_Bracket, tuple[_Bracket, ...]] = {}
         if self.exact:
             self._relaxation: Relaxation | None = None
@@ -126,7 +129,8 @@ class Curve:
         """A time that no save set within `budget_bytes` falls below."""
         if self._relaxation is None or not point.recompute_time_s:
             return point.recompute_time_s
-        steps = {self.ev.peak_step(p.mask) for p in (point, *self._ends)}
+        near = sorted(self._ends, key=lambda p: abs(p.peak_bytes - budget_bytes))
+        steps = {self.ev.peak_step(p.mask) for p in (point, *near[: self._most_rows - 1])}
         bound = 0.0
         for _ in range(_ROUNDS):
             nodes = _NODES if self._is_small else 0
@@ -135,7 +139,7 @@ class Curve:
                 break  # the point itself is within: only rounding can say otherwise
             bound = max(bound, relaxed.time_s)
             more = {self.ev.peak_step(m) for m in relaxed.masks} - steps
-            if not more:
+            if not more or len(steps | more) > 2 * self._most_rows:
                 break
             steps |= more
         return min(bound, point.recompute_time_s)
@@ -143,6 +147,10 @@ class Curve:
     @property
     def _is_small(self) -> bool:
         return self._relaxation is not None and self._relaxation.columns <= _COLUMNS
+
+    @property
+    def _most_rows(self) -> int:
+        return 8 if self._is_small else 3
 
     def _brackets(self) -> tuple[_Bracket, ...]:
         return tuple(
@@ -219,13 +227,13 @@ class Curve:
         front = self._front(masks)
         # aim at ever smaller peaks: halfway to the least found, or up again where nothing is found
         low = Fraction(self.ev.base)
-        steps = frozenset(self.ev.peak_step(p.mask) for p in front)
-        for _ in range(_DEPTH):
+        for _ in range(_DEPTH if self._is_small else _DEPTH // 2):
             least = front[0].peak_bytes
+            steps = {self.ev.peak_step(p.mask) for p in front[: self._most_rows - 1]}
             if (least - low) * _WIDTH <= least - self.ev.base:
                 break
             goal = (low + least) / 2
-            masks, steps = self._propose(goal, steps)
+            masks, _ = self._propose(goal, steps)
             front = self._front([*(p.mask for p in front), *masks])
             if front[0].peak_bytes == least:
                 low = goal
@@ -244,7 +252,7 @@ class Curve:
                 break
             found = [self._arranged(mask) for mask in relaxed.masks]
             more = {self.ev.peak_step(m) for m in relaxed.masks} - rows
-            if not more:
+            if not more or len(rows | more) > self._most_rows:
                 break
             rows |= more
         return found, frozenset(rows)

@@ -51,6 +51,7 @@ _SOLVER: Any = highspy.Highs.__base__  # the class on top of it prints a banner 
 _INFINITY = highspy.kHighsInf
 _TILT = 1e-6  # of the time of all: what it costs to keep everything in the first rather than the last layer
 _MIP_GAP = 0.002
+_ITERATIONS = 4  # of the simplex method, a column or row
 _CHAINS, _LINKS = 4, 6
 _PENDING = 64  # values of a row whose early recomputation is followed
 
@@ -374,6 +375,8 @@ class Relaxation:
                 | highspy.HighsModelStatus.kUnboundedOrInfeasible
             ):
                 return None, ()  # columns are bounded: it cannot be unbounded
+            case highspy.HighsModelStatus.kIterationLimit:
+                return 0.0, ()  # nothing is known: times are not negative
             case _:
                 raise SolverError(f"HiGHS stopped with status {status.name} and no usable bound")
         x = np.array(solver.getSolution().col_value)
@@ -460,5 +463,6 @@ class _Program:
         solver = _SOLVER()
         for name, setting in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
             solver.setOptionValue(name, setting)
+        solver.setOptionValue("simplex_iteration_limit", _ITERATIONS * (columns + rows) + 1000)
         solver.passModel(lp)
         return solver

@@ -43,7 +43,9 @@ class Tape:
         return index
 
     def facts(self, output) -> Facts:
-        gradient = {output: self._add("placeholder", "input", (), self.sizes_of(output), role="tangent")}
+        gradient = {
+            output: self._add("placeholder", "input", (), self.sizes_of(output), role="tangent")
+        }
         for made, inputs, read, time_s in reversed(self.tape):
             if made not in gradient:
                 continue
@@ -97,7 +99,9 @@ def transformer(layers, width=64, tokens=96, weight=12, head=True, named=True) -
         module = f"layers.{k}" if named else ""
         read = norm(x, module)
         heads = product(read, qkv, 3 * small, module)
-        mixed = tape.op("attention", (heads,), small, 4 * small * tokens / 1e6, (heads, None), module)
+        mixed = tape.op(
+            "attention", (heads,), small, 4 * small * tokens / 1e6, (heads, None), module
+        )
         x = tape.op("add", (x, product(mixed, out, small, module)), small, small / 1e6, (), module)
         read = norm(x, module)
         one, two = product(read, gate, 4 * small, module), product(read, up, 4 * small, module)

@@ -125,7 +125,9 @@ def _curve(
     evaluator = Evaluator(facts, decided, free)
     # after the stages' own choices no budget does worse than they
     seeds = (
-        evaluator.mask([i for i, w in stage_wishes(facts, size, fixed)[0].items() if w.action == "save"])
+        evaluator.mask(
+            [i for i, w in stage_wishes(facts, size, fixed)[0].items() if w.action == "save"]
+        )
         for size in candidates(facts, fixed)
     )
     return Curve(evaluator, seeds), kept

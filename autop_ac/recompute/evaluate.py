@@ -121,9 +121,7 @@ class Evaluator:
             for s in values[i].storages:
                 self.birth[s] = min(self.birth[s], key)
                 self.death[s] = max(self.death[s], last[i] if last[i] >= 0 else far)
-        self.sizes = np.array(
-            [0 if s in always else b for s, b in enumerate(size)], dtype=np.int64
-        )
+        self.sizes = np.array([0 if s in always else b for s, b in enumerate(size)], dtype=np.int64)
         self.held = [
             tuple(s for s in v.storages if s not in always) if v.side == "forward" else ()
             for v in values
@@ -211,9 +209,7 @@ class Evaluator:
         time = math.fsum(values[i].time_s for i, _ in again)
         return Outcome(self.base + peak, time, tuple(sorted(saved)))
 
-    def _reach(
-        self, full: bytes
-    ) -> tuple[list[int], list[tuple[int, int]], list[int], list[int]]:
+    def _reach(self, full: bytes) -> tuple[list[int], list[tuple[int, int]], list[int], list[int]]:
         """Saved values, recomputed ones with their keys, keys of last reads, and all T."""
         at, last = self.first.copy(), self.last.copy()
         never, stride = self.end + 1, self.stride

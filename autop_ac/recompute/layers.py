@@ -39,12 +39,16 @@ def equal_layers(facts: Facts, free: Sequence[int]) -> tuple[tuple[Layer, ...], 
         slots = range(bisect.bisect_left(free, start), bisect.bisect_left(free, end))
         if layer and slots:
             shape = tuple(free[k] - start for k in slots)
-            classes[(shape, *(_signature(v, start) for v in values))].append(Layer(layer, tuple(slots)))
+            classes[(shape, *(_signature(v, start) for v in values))].append(
+                Layer(layer, tuple(slots))
+            )
     return tuple(tuple(layers) for layers in classes.values() if len(layers) > 1)
 
 
 def _signature(value: Value, start: int) -> tuple:
     # what stands before the layer is no part of it
     inside = tuple(i - start for i in value.inputs if i >= start)
-    follows = value.follows - start if value.follows is not None and value.follows >= start else None
+    follows = (
+        value.follows - start if value.follows is not None and value.follows >= start else None
+    )
     return (value.op, value.bytes, value.time_s, value.shape, value.side, inside, follows)

@@ -166,7 +166,8 @@ class Curve:
         """Finer brackets from one end to the other; itself alone where nothing lies between."""
         if bracket not in self._refined:
             x, y = bracket.x, bracket.y
-            points, steps, whole = [], bracket.steps, bracket.whole
+            points: list[ParetoPoint] = []
+            steps, whole = bracket.steps, bracket.whole
             if (y.peak_bytes - x.peak_bytes) * _WIDTH > self._range():
                 points, steps, whole = self._between(bracket)
             self._refined[bracket] = tuple(

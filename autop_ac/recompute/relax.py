@@ -148,7 +148,7 @@ class Relaxation:
     def priced(self, prices: Iterable[float]) -> tuple[bytes, ...]:
         """The save set that is least at each price, in shares of all time per share of all bytes."""
         solver = self._solver(())
-        found = []
+        found: list[bytes] = []
         for price in prices:
             cost = self._cost(price)
             count = len(self.low)
@@ -217,7 +217,9 @@ class Relaxation:
     def _row(self, step: Step) -> _Row:
         if step not in self._rows:
             side, at = step
-            self._rows[step] = self._forward_row(at) if side == "forward" else self._backward_row(at)
+            self._rows[step] = (
+                self._forward_row(at) if side == "forward" else self._backward_row(at)
+            )
         return self._rows[step]
 
     def _forward_row(self, at: int) -> _Row:
@@ -301,7 +303,7 @@ class Relaxation:
             for i, size in row.terms.items():
                 left -= self._kept(i, size / self.byte_unit, terms)
             again: dict[int, int] = {}
-            for reader, i, is_read in row.follow:
+            for _, i, _ in row.follow:
                 if i not in again:
                     again[i] = program.column()
                     if i in row.pending:

@@ -95,6 +95,61 @@ def stage_wishes(
     return dict(sorted(wishes.items())), notes
 
 
+def yielding_stages(
+    facts: Facts,
+    stage_bytes: int | None,
+    fixed: Mapping[int, Action],
+    preferred: Mapping[int, Wish],
+) -> tuple[Mapping[int, Wish], tuple[int, ...], tuple[str, ...]]:
+    """Stages that preferences bind, but for those without which a stage would be too large.
+
+    What is preferred to be saved never is in the way. A value preferred to be recomputed counts in the
+    stage that it lies in; where a stage is too large with such values, these are decided as any others.
+
+    Returns:
+        Wishes as of `stage_wishes`, the preferences given up (roots, ascending), and notes.
+    """
+    given_up: set[int] = set()
+    while True:
+        held = {i: w.action for i, w in preferred.items() if i not in given_up}
+        wishes, notes = stage_wishes(facts, stage_bytes, {**fixed, **held})
+        again = [i for i, action in held.items() if action == "recompute"]
+        crowded = (
+            _crowded(facts, {**fixed, **held}, again, stage_bytes)
+            if stage_bytes and again
+            else set()
+        )
+        if not crowded:
+            # what is recomputed all the same kept its preference
+            against = {i for i in given_up if i in wishes and wishes[i].action != "recompute"}
+            kept = {i: w for i, w in wishes.items() if i not in given_up - against}
+            return kept, tuple(sorted(against)), notes
+        given_up |= crowded
+
+
+def _crowded(
+    facts: Facts, held: Mapping[int, Action], again: list[int], stage_bytes: int
+) -> set[int]:
+    """Values of `again` in stages that are larger than allowed with them."""
+    forward = free_values(facts, held)
+    cuts = _cuts(forward, stage_bytes)
+    ends = [forward.free[c] for c in cuts]  # graph index of the last value of each stage
+    members: dict[int, list[int]] = {}
+    for i in again:
+        members.setdefault(bisect.bisect_left(ends, i), []).append(i)
+    sums: dict[int, int] = {}
+    for position, i in enumerate(forward.free):
+        stage = bisect.bisect_left(cuts, position)
+        crosses = stage < len(cuts) and forward.last[position] > cuts[stage]
+        sums[stage] = sums.get(stage, 0) + (0 if crosses else facts.values[i].bytes)
+    return {
+        i
+        for stage, held_here in members.items()
+        if sums.get(stage, 0) + sum(facts.values[i].bytes for i in held_here) > stage_bytes
+        for i in held_here
+    }
+
+
 def free_values(facts: Facts, fixed: Mapping[int, Action]) -> Forward:
     """The values that the automatic part decides, and those that it keeps in any case."""
     outputs = {

@@ -77,9 +77,7 @@ def closure(facts: Facts, actions: Mapping[int, Action]) -> tuple[tuple[int, ...
         elif value.side == "forward":
             if not value.is_tensor and value.op != "get_attr":
                 saved.add(i)
-            elif effective_action(facts, actions, i) == "save" and keepable(
-                facts, i, producers
-            ):
+            elif effective_action(facts, actions, i) == "save" and keepable(facts, i, producers):
                 saved.add(i)
             else:
                 work.extend(value.inputs)

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from ..errors import InfeasibleError
 from ..graph.facts import Facts
 from .evaluate import Evaluator
+from .layers import borders
 from .pareto import Curve, ParetoPoint
 from .plan import Action, BudgetResult, Origin, Wish
 from .stages import candidates, free_values, stage_wishes
@@ -123,13 +124,10 @@ def _curve(
         free -= kept.keys()
     decided: dict[int, Action] = {**fixed, **dict.fromkeys(kept, "save")}
     evaluator = Evaluator(facts, decided, free)
-    # after the stages' own choices no budget does worse than they
-    seeds = (
-        evaluator.mask(
-            [i for i, w in stage_wishes(facts, size, fixed)[0].items() if w.action == "save"]
-        )
-        for size in candidates(facts, fixed)
-    )
+    # after these no budget does worse than stages, or than checkpointing each layer or group of layers
+    staged = (stage_wishes(facts, size, fixed)[0] for size in candidates(facts, fixed))
+    seeds = [evaluator.mask([i for i, w in s.items() if w.action == "save"]) for s in staged]
+    seeds += [evaluator.mask(borders(facts, evaluator.free, every)) for every in (1, 2, 3, 4, 6, 8)]
     return Curve(evaluator, seeds), kept
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ..graph.facts import Facts, Value
+from .hints import root_of
 from .stages import layer_of
 
 
@@ -43,6 +44,28 @@ def equal_layers(facts: Facts, free: Sequence[int]) -> tuple[tuple[Layer, ...], 
                 Layer(layer, tuple(slots))
             )
     return tuple(tuple(layers) for layers in classes.values() if len(layers) > 1)
+
+
+def borders(facts: Facts, free: Sequence[int], every: int) -> frozenset[int]:
+    """Free values that a later group of `every` layers reads: what checkpointing each group keeps."""
+    group: dict[int, int] = {}
+    names = [layer for layer, _ in groupby(layer_of(v.module) for v in facts.forward)]
+    at, number = 0, 0
+    for layer, run in groupby(facts.forward, key=lambda v: layer_of(v.module)):
+        for value in run:
+            group[value.index] = number
+        at += 1
+        ends = at == len(names) or not layer or not names[at]
+        number += ends or at % every == 0
+    candidates = set(free)
+    return frozenset(
+        root
+        for value in facts.forward
+        for i in value.inputs
+        if i in group and group[i] < group[value.index]
+        for root in (root_of(facts, i),)
+        if root in candidates
+    )
 
 
 def _signature(value: Value, start: int) -> tuple:

@@ -35,12 +35,13 @@ from .layers import equal_layers
 from .relax import Relaxation, Step
 
 EXACT = 12
-_DEPTH = 12  # brackets on the way to a budget
-_WHOLE_DEPTH = 5  # of them by branch and bound
+_DEPTH = 16  # brackets on the way to a budget
+_WHOLE_DEPTH = 6  # of them by branch and bound
 _ROUNDS = 3  # of rows added to one program
 _SPLITS = 24  # positions tried in one bracket
 _COLUMNS = 2000  # of a program up to which branch and bound is used
 _NODES = 50
+_GOALS = 16  # peaks aimed at before there are brackets; a quarter of them on large graphs
 _WIDTH = 2000  # a bracket narrower than this part of the whole curve is not refined
 _PRICES = tuple(2.0**k for k in range(8, -11, -1))
 
@@ -65,12 +66,19 @@ class ParetoPoint:
 
 @dataclass(frozen=True, slots=True)
 class _Bracket:
-    """Two neighbouring points, the rows of use between them, and how often it was refined."""
+    """Two neighbouring points, and what was found out between them.
+
+    Attributes:
+        steps: rows of use.
+        whole: how often branch and bound was used.
+        floor: no better point than x is known to be found below this peak.
+    """
 
     x: ParetoPoint
     y: ParetoPoint
     steps: frozenset[Step]
     whole: int = 0
+    floor: Fraction = Fraction(0)
 
 
 class Curve:
@@ -111,7 +119,7 @@ class Curve:
         around = self._pick(self._brackets(), budget_bytes)
         for _ in range(_DEPTH):
             finer = self._refine(around)
-            if len(finer) == 1:
+            if finer == (around,):
                 break
             around = self._pick(finer, budget_bytes)
         return around.x
@@ -166,32 +174,30 @@ class Curve:
         """Finer brackets from one end to the other; itself alone where nothing lies between."""
         if bracket not in self._refined:
             x, y = bracket.x, bracket.y
-            points: list[ParetoPoint] = []
-            steps, whole = bracket.steps, bracket.whole
-            if (y.peak_bytes - x.peak_bytes) * _WIDTH > self._range():
-                points, steps, whole = self._between(bracket)
-            self._refined[bracket] = tuple(
-                _Bracket(a, b, steps, whole) for a, b in itertools.pairwise((x, *points, y))
-            )
-            if not points:
-                self._refined[bracket] = (bracket,)
+            floor = max(bracket.floor, Fraction(x.peak_bytes))
+            self._refined[bracket] = (bracket,)
+            if (y.peak_bytes - floor) * _WIDTH > self._range():
+                self._refined[bracket] = self._between(bracket, (floor + y.peak_bytes) / 2)
         return self._refined[bracket]
 
-    def _between(self, bracket: _Bracket) -> tuple[list[ParetoPoint], frozenset[Step], int]:
-        x, y, whole = bracket.x, bracket.y, bracket.whole
-        middle = Fraction(x.peak_bytes + y.peak_bytes, 2)
+    def _between(self, bracket: _Bracket, goal: Fraction) -> tuple[_Bracket, ...]:
+        x, y, whole, floor = bracket.x, bracket.y, bracket.whole, bracket.floor
         inside: list[ParetoPoint] = []
         steps = bracket.steps
         if not whole:
-            masks, steps = self._propose(middle, steps)
+            masks, steps = self._propose(goal, steps)
             inside = self._inside(x, y, masks)
         if not inside and self._is_small and whole < _WHOLE_DEPTH:
-            masks, steps = self._propose(middle, steps, _NODES)
+            masks, steps = self._propose(goal, steps, _NODES)
             inside = self._inside(x, y, masks)
-            whole += 1
-        if not inside:
+            whole, floor = whole + 1, goal
+        if not inside and whole in (0, _WHOLE_DEPTH):
             inside = self._inside(x, y, self._splits(x.mask, y.mask))
-        return inside, steps, whole
+            if not inside:
+                return (bracket,)
+        return tuple(
+            _Bracket(a, b, steps, whole, floor) for a, b in itertools.pairwise((x, *inside, y))
+        )
 
     def _inside(self, x: ParetoPoint, y: ParetoPoint, masks: Iterable[bytes]) -> list[ParetoPoint]:
         return [
@@ -228,7 +234,7 @@ class Curve:
         front = self._front(masks)
         # aim at ever smaller peaks: halfway to the least found, or up again where nothing is found
         low = Fraction(self.ev.base)
-        for _ in range(_DEPTH if self._is_small else _DEPTH // 2):
+        for _ in range(_DEPTH if self._is_small else _DEPTH // 3):
             least = front[0].peak_bytes
             steps = {self.ev.peak_step(p.mask) for p in front[: self._most_rows - 1]}
             if (least - low) * _WIDTH <= least - self.ev.base:
@@ -238,7 +244,15 @@ class Curve:
             front = self._front([*(p.mask for p in front), *masks])
             if front[0].peak_bytes == least:
                 low = goal
-        return front
+        # seeds and low peaks leave points with time to spare: aim at peaks all along the curve
+        count = _GOALS if self._is_small else _GOALS // 4
+        first, last = front[0].peak_bytes, front[-1].peak_bytes
+        goals = [first + Fraction((last - first) * k, count) for k in range(count)]
+        masks = [p.mask for p in front]
+        for goal in goals:
+            near = sorted(front, key=lambda p: abs(p.peak_bytes - goal))[:2]
+            masks += self._propose(goal, {self.ev.peak_step(p.mask) for p in near})[0]
+        return self._front(masks)
 
     def _propose(
         self, goal: Fraction, steps: Iterable[Step], nodes: int = 0

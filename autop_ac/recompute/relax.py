@@ -138,7 +138,8 @@ class Relaxation:
                 up = values[up].follows
         early = ev.earliest()
         for i in self.values:
-            self.hold[i] = max(self.hold[i], early[i])
+            # what is needed only to compute another again is dropped before the step that reads that
+            self.hold[i] = max(self.hold[i], early[i] - 1)
 
     @property
     def columns(self) -> int:

@@ -117,7 +117,7 @@ class Curve:
         if self.exact or budget_bytes >= self._ends[-1].peak_bytes:
             return [p for p in self._ends if p.peak_bytes <= budget_bytes][-1]
         around = self._pick(self._brackets(), budget_bytes)
-        for _ in range(_DEPTH):
+        for _ in range(_DEPTH if self._is_small else _DEPTH // 2):
             finer = self._refine(around)
             if finer == (around,):
                 break
@@ -138,7 +138,7 @@ class Curve:
         if self._relaxation is None or not point.recompute_time_s:
             return point.recompute_time_s
         near = sorted(self._ends, key=lambda p: abs(p.peak_bytes - budget_bytes))
-        steps = {self.ev.peak_step(p.mask) for p in (point, *near[: self._most_rows - 1])}
+        steps = set(self._steps(p.mask for p in (point, *near[: self._most_rows // 2])))
         bound = 0.0
         for _ in range(_ROUNDS):
             nodes = _NODES if self._is_small else 0
@@ -146,7 +146,7 @@ class Curve:
             if relaxed is None:
                 break  # the point itself is within: only rounding can say otherwise
             bound = max(bound, relaxed.time_s)
-            more = {self.ev.peak_step(m) for m in relaxed.masks} - steps
+            more = self._steps(relaxed.masks) - steps
             if not more or len(steps | more) > 2 * self._most_rows:
                 break
             steps |= more
@@ -158,12 +158,23 @@ class Curve:
 
     @property
     def _most_rows(self) -> int:
-        return 8 if self._is_small else 3
+        return 8 if self._is_small else 4
+
+    def _steps(self, masks: Iterable[bytes]) -> frozenset[Step]:
+        """Where these have their peaks; of a step of backward also the one before.
+
+        What is kept only to compute something again before a step counts in the row before it.
+        """
+        found: set[Step] = set()
+        for side, at in map(self.ev.peak_step, masks):
+            found.add((side, at))
+            if side == "backward" and at:
+                found.add((side, at - 1))
+        return frozenset(found)
 
     def _brackets(self) -> tuple[_Bracket, ...]:
         return tuple(
-            _Bracket(x, y, frozenset((self.ev.peak_step(x.mask), self.ev.peak_step(y.mask))))
-            for x, y in itertools.pairwise(self._ends)
+            _Bracket(x, y, self._steps((x.mask, y.mask))) for x, y in itertools.pairwise(self._ends)
         )
 
     @staticmethod
@@ -236,7 +247,7 @@ class Curve:
         low = Fraction(self.ev.base)
         for _ in range(_DEPTH if self._is_small else _DEPTH // 3):
             least = front[0].peak_bytes
-            steps = {self.ev.peak_step(p.mask) for p in front[: self._most_rows - 1]}
+            steps = self._steps(p.mask for p in front[: self._most_rows // 2])
             if (least - low) * _WIDTH <= least - self.ev.base:
                 break
             goal = (low + least) / 2
@@ -251,7 +262,7 @@ class Curve:
         masks = [p.mask for p in front]
         for goal in goals:
             near = sorted(front, key=lambda p: abs(p.peak_bytes - goal))[:2]
-            masks += self._propose(goal, {self.ev.peak_step(p.mask) for p in near})[0]
+            masks += self._propose(goal, self._steps(p.mask for p in near))[0]
         return self._front(masks)
 
     def _propose(
@@ -266,10 +277,12 @@ class Curve:
             if relaxed is None:
                 break
             found = [self._arranged(mask) for mask in relaxed.masks]
-            more = {self.ev.peak_step(m) for m in relaxed.masks} - rows
-            if not more or len(rows | more) > self._most_rows:
+            # one row more: that of the answer that is furthest above the goal
+            over = sorted(relaxed.masks, key=lambda m: -self.ev(m).peak_bytes)
+            new = next((s for m in over if (s := self._steps((m,)) - rows)), None)
+            if not new or len(rows) >= self._most_rows:
                 break
-            rows |= more
+            rows |= new
         return found, frozenset(rows)
 
     def _arranged(self, given: bytes) -> bytes:

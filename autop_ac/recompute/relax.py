@@ -51,7 +51,7 @@ _SOLVER: Any = highspy.Highs.__base__  # the class on top of it prints a banner 
 _INFINITY = highspy.kHighsInf
 _TILT = 1e-6  # of the time of all: what it costs to keep everything in the first rather than the last layer
 _MIP_GAP = 0.002
-_ITERATIONS = 4  # of the simplex method, a column or row
+_ITERATIONS = 1  # of the simplex method, a column or row
 _CHAINS, _LINKS = 4, 6
 _PENDING = 64  # values of a row whose early recomputation is followed
 

@@ -41,7 +41,8 @@ _ROUNDS = 3  # of rows added to one program
 _SPLITS = 24  # positions tried in one bracket
 _COLUMNS = 2000  # of a program up to which branch and bound is used
 _NODES = 50
-_GOALS = 16  # peaks aimed at before there are brackets; a quarter of them on large graphs
+_LOW = 6  # points of least peak that branch and bound improves before there are brackets
+_GOALS = 16  # peaks aimed at before there are brackets; an eighth of them on large graphs
 _WIDTH = 2000  # a bracket narrower than this part of the whole curve is not refined
 _PRICES = tuple(2.0**k for k in range(8, -11, -1))
 
@@ -117,7 +118,7 @@ class Curve:
         if self.exact or budget_bytes >= self._ends[-1].peak_bytes:
             return [p for p in self._ends if p.peak_bytes <= budget_bytes][-1]
         around = self._pick(self._brackets(), budget_bytes)
-        for _ in range(_DEPTH if self._is_small else _DEPTH // 2):
+        for _ in range(_DEPTH if self._is_small else 6):
             finer = self._refine(around)
             if finer == (around,):
                 break
@@ -201,7 +202,8 @@ class Curve:
         if not inside and self._is_small and whole < _WHOLE_DEPTH:
             masks, steps = self._propose(goal, steps, _NODES)
             inside = self._inside(x, y, masks)
-            whole, floor = whole + 1, goal
+            whole += 1
+            floor = floor if inside else goal
         if not inside and whole in (0, _WHOLE_DEPTH):
             inside = self._inside(x, y, self._splits(x.mask, y.mask))
             if not inside:
@@ -245,7 +247,7 @@ class Curve:
         front = self._front(masks)
         # aim at ever smaller peaks: halfway to the least found, or up again where nothing is found
         low = Fraction(self.ev.base)
-        for _ in range(_DEPTH if self._is_small else _DEPTH // 3):
+        for _ in range(_DEPTH if self._is_small else 2):
             least = front[0].peak_bytes
             steps = self._steps(p.mask for p in front[: self._most_rows // 2])
             if (least - low) * _WIDTH <= least - self.ev.base:
@@ -256,13 +258,18 @@ class Curve:
             if front[0].peak_bytes == least:
                 low = goal
         # seeds and low peaks leave points with time to spare: aim at peaks all along the curve
-        count = _GOALS if self._is_small else _GOALS // 4
+        count = _GOALS if self._is_small else _GOALS // 8
         first, last = front[0].peak_bytes, front[-1].peak_bytes
         goals = [first + Fraction((last - first) * k, count) for k in range(count)]
         masks = [p.mask for p in front]
         for goal in goals:
             near = sorted(front, key=lambda p: abs(p.peak_bytes - goal))[:2]
             masks += self._propose(goal, self._steps(p.mask for p in near))[0]
+        front = self._front(masks)
+        for point in front[:_LOW] if self._is_small else ():
+            # the lowest peaks depend on steps that the linear program did not know of
+            steps = self._steps((point.mask,))
+            masks += self._propose(Fraction(point.peak_bytes), steps, _NODES)[0]
         return self._front(masks)
 
     def _propose(

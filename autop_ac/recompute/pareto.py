@@ -35,7 +35,7 @@ from .layers import equal_layers
 from .relax import Relaxation, Step
 
 EXACT = 12
-_DEPTH = 16  # brackets on the way to a budget
+_DEPTH = 24  # brackets on the way to a budget
 _WHOLE_DEPTH = 6  # of them by branch and bound
 _ROUNDS = 3  # of rows added to one program
 _SPLITS = 24  # positions tried in one bracket
@@ -158,6 +158,11 @@ class Curve:
         return self._relaxation is not None and self._relaxation.columns <= _COLUMNS
 
     @property
+    def _whole_depth(self) -> int:
+        columns = self._relaxation.columns if self._relaxation is not None else 0
+        return 2 * _WHOLE_DEPTH if columns <= _COLUMNS // 4 else _WHOLE_DEPTH
+
+    @property
     def _most_rows(self) -> int:
         return 8 if self._is_small else 4
 
@@ -199,12 +204,12 @@ class Curve:
         if not whole:
             masks, steps = self._propose(goal, steps)
             inside = self._inside(x, y, masks)
-        if not inside and self._is_small and whole < _WHOLE_DEPTH:
+        if not inside and self._is_small and whole < self._whole_depth:
             masks, steps = self._propose(goal, steps, _NODES)
             inside = self._inside(x, y, masks)
             whole += 1
             floor = floor if inside else goal
-        if not inside and whole in (0, _WHOLE_DEPTH):
+        if not inside and whole in (0, self._whole_depth):
             inside = self._inside(x, y, self._splits(x.mask, y.mask))
             if not inside:
                 return (bracket,)
@@ -247,7 +252,7 @@ class Curve:
         front = self._front(masks)
         # aim at ever smaller peaks: halfway to the least found, or up again where nothing is found
         low = Fraction(self.ev.base)
-        for _ in range(_DEPTH if self._is_small else 2):
+        for _ in range(_DEPTH // 2 if self._is_small else 2):
             least = front[0].peak_bytes
             steps = self._steps(p.mask for p in front[: self._most_rows // 2])
             if (least - low) * _WIDTH <= least - self.ev.base:

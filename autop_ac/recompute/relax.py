@@ -51,6 +51,7 @@ _SOLVER: Any = highspy.Highs.__base__  # the class on top of it prints a banner 
 _INFINITY = highspy.kHighsInf
 _TILT = 1e-6  # of the time of all: what it costs to keep everything in the first rather than the last layer
 _MIP_GAP = 0.002
+_TINY = 500  # columns up to which branch and bound goes to the end, if its nodes allow
 _ITERATIONS = 1  # of the simplex method, a column or row
 _CHAINS, _LINKS = 4, 6
 _PENDING = 64  # values of a row whose early recomputation is followed
@@ -179,7 +180,7 @@ class Relaxation:
             count = len(self.low)
             whole = np.full(count, highspy.HighsVarType.kInteger)
             solver.changeColsIntegrality(count, np.arange(count, dtype=np.int32), whole)
-            solver.setOptionValue("mip_rel_gap", _MIP_GAP)
+            solver.setOptionValue("mip_rel_gap", _MIP_GAP if count > _TINY else 1e-6)
             solver.setOptionValue("mip_max_nodes", nodes)
         value, masks = self._solve(solver, cost, nodes > 0)
         if value is None:

@@ -2,6 +2,7 @@
 
 from .annotate import ac_region, checkpoint_name
 from .api import AutoParallel, auto_parallel
+from .backend import ACBackend, backend
 from .capture.calling import ForwardInputs
 from .config import ACConfig
 from .errors import (
@@ -23,6 +24,8 @@ from .sharding.plan import ShardingPlan
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "ACBackend",
+    "backend",
     "ATTENTION",
     "COLLECTIVES",
     "MATMUL",

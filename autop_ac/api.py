@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .build import Settings
 from .capture.joint import JointGraph
 from .capture.trace import Request, capture, request
-from .config import ACConfig, CompileConfig
+from .config import ACConfig, CompileConfig, ac_config
 from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, Topology, find_device
 from .recompute.hints import ResolvedHints, resolve_hints
@@ -100,23 +100,7 @@ class AutoParallel:
 
     def configure_ac(self, config: ACConfig | bool | None = None, /, **settings: Any) -> Self:
         """Set activation checkpointing by an `ACConfig`, or by its fields as keywords."""
-        if isinstance(config, ACConfig):
-            if settings:
-                raise ConfigError(f"give an ACConfig or keywords, not both; got {sorted(settings)}")
-            self._ac = config
-        else:
-            if config is not None:
-                settings["enable"] = config
-            known = [f.name for f in dataclasses.fields(ACConfig) if f.init]
-            for name in settings:
-                if name not in known:
-                    near = difflib.get_close_matches(name, known, n=1)
-                    raise ConfigError(
-                        f"configure_ac has no setting {name!r}"
-                        + (f"; did you mean {near[0]}?" if near else "")
-                        + f" Settings are {', '.join(known)}"
-                    )
-            self._ac = ACConfig(**settings)
+        self._ac = ac_config(config, settings)
         return self
 
     def configure_compile(self, backend: Literal["eager", "inductor"] = "inductor") -> Self:

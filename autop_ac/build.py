@@ -61,7 +61,6 @@ class Settings:
             self.ac,
             self.device,
             self.topology,
-            self.mesh,
             self.reshard_after_forward,
         )
         with user_passes_done():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -24,7 +26,9 @@ class _RuleConflictError(HintError, ConfigError):
     """Two rules of one configuration contradict each other."""
 
 
-def parse_bytes(value: Any, *, name: str = "size", off: str = "None") -> int:
+def parse_bytes(
+    value: Any, *, name: str = "size", off: str = "None", round_down: bool = False
+) -> int:
     """Read a size in bytes, rounded up.
 
     Args:
@@ -32,6 +36,7 @@ def parse_bytes(value: Any, *, name: str = "size", off: str = "None") -> int:
             ``"1.5 GB"`` (powers of 1000), ``"64 KiB"``, ``"100 B"``.
         name: the setting, for the message.
         off: how to turn the setting off, for the message.
+        round_down: a limit that must hold is rounded down.
 
     Raises:
         ConfigError: not a size; a bool, a float, zero, negative, infinite or misspelt.
@@ -45,7 +50,8 @@ def parse_bytes(value: Any, *, name: str = "size", off: str = "None") -> int:
         unit = _UNITS.get(match[2].upper()) if match else None
         if match is None or unit is None:
             raise ConfigError(allowed)
-        size = math.ceil(Fraction(match[1]) * unit)
+        exact = Fraction(match[1]) * unit
+        size = math.floor(exact) if round_down else math.ceil(exact)
     elif isinstance(value, float):
         raise ConfigError(f"{allowed}. A float is a fraction, and {name} is no fraction")
     elif isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -60,6 +66,36 @@ def parse_bytes(value: Any, *, name: str = "size", off: str = "None") -> int:
     return size
 
 
+OPTIMIZER_COPIES = {"adamw": 2, "adam": 2, "adagrad": 1, "sgd_momentum": 1, "sgd": 0}
+"""How many values of the size of each parameter an optimizer holds."""
+
+
+def parse_budget(value: Any) -> int | Fraction | Literal["device"] | None:
+    """Read a memory budget: bytes rounded down, an exact fraction, ``"device"``, or None for off.
+
+    Raises:
+        ConfigError: none of these.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and value == "device":
+        return "device"
+    if isinstance(value, float):
+        if not 0 < value <= 1:  # NaN compares as False
+            raise ConfigError(
+                f"memory_budget={value!r}: a float is a fraction of the peak without AC, above 0 and at "
+                'most 1; give bytes as an int or with a unit such as "40 GiB"; say memory_budget=None '
+                "for off"
+            )
+        return Fraction(value)
+    try:
+        return parse_bytes(value, name="memory_budget", round_down=True)
+    except ConfigError as error:
+        raise ConfigError(
+            f'{error}; or a float above 0 and at most 1, a fraction of the peak without AC; or "device"'
+        ) from error
+
+
 @dataclass(frozen=True)
 class ACConfig:
     """Settings of activation checkpointing.
@@ -70,7 +106,12 @@ class ACConfig:
         stage_size: most bytes that the recomputed values of a stage sum to: an int, text with a
             unit, ``"auto"`` (the size with the lowest predicted peak), or None for no automatic
             part.
-        memory_budget: reserved; only None is taken.
+        memory_budget: the most that the predicted peak may be, with least recomputation: an int of
+            bytes, text with a unit, a float above 0 and at most 1 (of the peak with nothing
+            recomputed but gathers of parameters), ``"device"`` (nine tenths of the described
+            device's memory), or None. Bytes are rounded down. It replaces stages.
+        optimizer: ``"adamw"``, ``"adam"``, ``"adagrad"``, ``"sgd_momentum"`` or ``"sgd"``: its state, of
+            the dtype of the parameter shards, counts in the predicted peak; None counts no state.
         save: selectors of operators whose results are kept, everywhere in the model.
         recompute: selectors of operators whose results are recomputed in backward.
         rules: `Rule` values or their text, ``"layers.*.attention::aten.mm=save"``; of those that match
@@ -86,19 +127,29 @@ class ACConfig:
     save: Any = ()
     recompute: Any = ()
     rules: Any = ()
+    optimizer: str | None = None
+    budget: int | Fraction | Literal["device"] | None = field(
+        init=False, compare=False, repr=False, default=None
+    )
+    """`memory_budget`, read."""
     stage_bytes: int | None = field(init=False, compare=False, repr=False, default=None)
     """`stage_size` in bytes; None for ``"auto"`` and for no stages."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.enable, bool):
             raise ConfigError(f"enable={self.enable!r}: allowed are True and False; False is off")
-        if self.memory_budget is not None:
+        if self.optimizer is not None and self.optimizer not in OPTIMIZER_COPIES:
             raise ConfigError(
-                f"memory_budget={self.memory_budget!r}: budgets are not yet available, only None "
-                'is allowed; say stage_size="auto" for the lowest predicted peak, or a '
-                'stage_size such as "512 MiB"'
+                f"optimizer={self.optimizer!r}: allowed are {', '.join(OPTIMIZER_COPIES)}; None counts "
+                "no optimizer state"
             )
+        object.__setattr__(self, "budget", parse_budget(self.memory_budget))
         auto = isinstance(self.stage_size, str) and self.stage_size == "auto"
+        if self.budget is not None and not auto:
+            raise ConfigError(
+                f"memory_budget={self.memory_budget!r} and stage_size={self.stage_size!r}: a budget "
+                'replaces stages; leave stage_size at its default "auto", or say memory_budget=None'
+            )
         if self.stage_size is not None and not auto:
             try:
                 size = parse_bytes(self.stage_size, name="stage_size")
@@ -152,3 +203,27 @@ class CompileConfig:
             raise ConfigError(
                 f'backend={self.backend!r}: allowed are "eager" (no compiler) and "inductor"'
             )
+
+
+def ac_config(config: ACConfig | bool | None, settings: Mapping[str, Any]) -> ACConfig:
+    """One `ACConfig` from what a call was given: a config, or its fields as keywords.
+
+    Raises:
+        ConfigError: both are given, a field is unknown, or a value is out of range.
+    """
+    if isinstance(config, ACConfig):
+        if settings:
+            raise ConfigError(f"give an ACConfig or keywords, not both; got {sorted(settings)}")
+        return config
+    known = [f.name for f in fields(ACConfig) if f.init]
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"no setting of activation checkpointing is called {name!r}"
+                + (f"; did you mean {near[0]}?" if near else "")
+                + f" Settings are {', '.join(known)}"
+            )
+    if config is not None:
+        settings = {**settings, "enable": config}
+    return ACConfig(**settings)

@@ -189,3 +189,18 @@ def random_modules():
     """Small modules over all kinds of layers; each has parameters."""
     chains = st.lists(st.sampled_from(LAYERS), min_size=1, max_size=3).map(tuple)
     return chains.map(RandomModule)
+
+
+@st.composite
+def timed_facts(draw, max_forward: int = 14, max_backward: int = 14) -> Facts:
+    """Facts whose forward operators take some whole seconds; views take none."""
+    drawn = draw(facts(max_forward, max_backward))
+    seconds = draw(st.lists(st.integers(0, 9), min_size=8, max_size=8))
+    values = (
+        _with(v, time_s=float(seconds[v.index % 8])) if v.side == "forward" and v.bytes else v
+        for v in drawn.values
+    )
+    return Facts(
+        tuple(values), drawn.forward_outputs, drawn.backward_outputs, drawn.storage_bytes,
+        drawn.parameter_bytes,
+    )  # fmt: skip

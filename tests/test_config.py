@@ -67,9 +67,44 @@ def test_frozen_and_replaceable():
     assert dataclasses.replace(config, stage_size=7).save == (Selector("MATMUL"),)
 
 
-def test_budgets_are_refused_for_now():
-    with pytest.raises(ConfigError, match="budgets are not yet available.*stage_size"):
-        ACConfig(memory_budget="40 GiB")
+@pytest.mark.parametrize(
+    ("given", "budget"),
+    [
+        ("40 GiB", 40 * 2**30),
+        ("1.0000000001 KB", 1000),
+        (7, 7),
+        (0.1, Fraction(0.1)),
+        (1.0, 1),
+        ("device", "device"),
+        (None, None),
+    ],
+)
+def test_budgets_are_exact_and_rounded_down(given, budget):
+    assert ACConfig(memory_budget=given).budget == budget
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [True, 0, -1, 0.0, -0.5, 1.5, float("nan"), float("inf"), "8 GB GB", "0.1 B", "Device", [1]],
+)
+def test_what_is_no_budget_is_refused_with_value_range_and_off(bad):
+    with pytest.raises(ConfigError, match="say memory_budget=None for off") as error:
+        ACConfig(memory_budget=bad)
+    assert repr(bad) in str(error.value)
+    assert "at most 1" in str(error.value)
+
+
+@pytest.mark.parametrize("stage_size", [None, "1 MiB", 7])
+def test_a_budget_replaces_stages(stage_size):
+    with pytest.raises(ConfigError, match="a budget replaces stages.*memory_budget=None"):
+        ACConfig(memory_budget="1 GiB", stage_size=stage_size)
+    assert ACConfig(memory_budget="1 GiB", stage_size="auto").budget == 2**30
+
+
+def test_optimizers_are_known_by_name():
+    assert ACConfig(optimizer="adamw").optimizer == "adamw"
+    with pytest.raises(ConfigError, match="optimizer='Adam'.*adamw.*None counts"):
+        ACConfig(optimizer="Adam")
 
 
 @pytest.mark.parametrize("bad", [1, 0, "yes", None])

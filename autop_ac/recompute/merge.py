@@ -9,7 +9,7 @@ other action and was set aside stays with the decision.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from ..graph.facts import Facts, Value
@@ -27,6 +27,7 @@ def decide(
     default_saved: frozenset[int],
     reshard_after_forward: bool = True,
     enable: bool = True,
+    given_up: Collection[int] = (),
 ) -> Mapping[int, Decision]:
     """One decision for each forward value, and for no other.
 
@@ -40,6 +41,8 @@ def decide(
         reshard_after_forward: gathers of parameters are recomputed; False saves them.
         enable: False sets aside hints of ours, rules and the automatic part; correctness, the
             contract and tags of `torch.utils.checkpoint` stay.
+        given_up: roots whose preference stands behind the automatic part, whose limit cannot be
+            met with it.
     """
     groups: dict[int, list[Value]] = defaultdict(list)
     for value in facts.forward:
@@ -56,7 +59,12 @@ def decide(
             asked += [auto[root]] if root in auto else []
         asked.append(_default(members, default_saved))
         # hints are in order among themselves; the sort is stable and puts origins in theirs
-        first, *others = sorted(asked, key=lambda wish: wish.origin)
+        yields = root in given_up
+        first, *others = sorted(
+            asked, key=lambda w: Origin.DEFAULT if yields and w.prefer else w.origin
+        )
+        orders = any(w.origin < Origin.AUTO and not w.prefer for w in others)
+        prefer = first.prefer and not orders
         # the default is no wish of anybody: it is not set aside
         against = _against(first, others)
         for value in members:
@@ -66,7 +74,7 @@ def decide(
             )  # fmt: skip
             overridden = tuple(dict.fromkeys((*against, *_against(first, own))))
             decisions[value.index] = Decision(
-                value.index, first.action, first.origin, first.reason, overridden
+                value.index, first.action, first.origin, first.reason, overridden, prefer
             )
     return MappingProxyType(dict(sorted(decisions.items())))
 

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from torch.distributed.device_mesh import DeviceMesh
-
-from ..config import ACConfig
+from ..config import OPTIMIZER_COPIES, ACConfig
 from ..graph.collect import collect_facts
 from ..graph.cost import fx_node_time_s
 from ..graph.devices import DeviceSpec, Topology
 from ..graph.facts import Facts
 from ..graph.liveness import Profile, profile
 from ..sharding.apply import LocalGraph
+from .budget import budget_wishes, pareto, preference_note
 from .collectives import parameter_chains
 from .default import default_saved
-from .hints import ResolvedHints, rule_wishes, wishes_for_values
+from .hints import ResolvedHints, root_of, rule_wishes, wishes_for_values
 from .merge import decide
-from .plan import Action, Decision, RecomputePlan
-from .stages import auto_stage_bytes, stage_wishes
+from .pareto import ParetoPoint
+from .plan import Action, BudgetResult, Decision, Origin, RecomputePlan, Wish
+from .stages import auto_stage_bytes, yielding_stages
 from .tags import write_tags
 from .verify import closure
 
@@ -43,7 +45,6 @@ def plan_recompute(
     config: ACConfig,
     device: DeviceSpec,
     topology: Topology,
-    mesh: DeviceMesh,
     reshard_after_forward: bool,
 ) -> Recompute:
     """Decide, write the tags on `local`, and predict; the plan is frozen from here on."""
@@ -54,6 +55,7 @@ def plan_recompute(
         local.num_forward_outputs,
         lambda node: fx_node_time_s(node, device),
     )
+    facts = _with_optimizer(facts, config.optimizer)
     contract = parameter_chains(facts)
     names = (
         frozenset(facts.values[i].name for i in contract) if reshard_after_forward else frozenset()
@@ -76,17 +78,69 @@ def plan_recompute(
     notes = (*hints.messages, *rule_notes)
     if config.stage_bytes is None and config.stage_size != "auto":
         return _finish(local, facts, without_auto, off, None, notes)
-    fixed = {i: d.action for i, d in without_auto.items() if d.origin < 5}
+    decided = {i: d for i, d in without_auto.items() if d.origin < Origin.AUTO}
+    fixed = {i: d.action for i, d in decided.items() if not d.prefer}
+    preferred = {
+        i: Wish(d.action, d.origin, d.reason, prefer=True)
+        for i, d in decided.items()
+        if d.prefer and root_of(facts, i) == i
+    }
+    if config.budget is not None:
+        limit = _budget_bytes(facts, config.budget, settle, device)
+        auto, result = budget_wishes(facts, limit, fixed, preferred)
+        decisions = settle(hints=hinted, rules=rules, auto=auto, given_up=result.given_up)
+        if result.given_up:
+            notes = (*notes, preference_note(facts, preferred, result.given_up))
+        return _finish(local, facts, decisions, off, None, notes, result)
 
     def staged(stage_bytes: int | None) -> tuple[Mapping[int, Decision], tuple[str, ...]]:
-        auto, stage_notes = stage_wishes(facts, stage_bytes, fixed)
-        return settle(hints=hinted, rules=rules, auto=auto), stage_notes
+        auto, given_up, stage_notes = yielding_stages(facts, stage_bytes, fixed, preferred)
+        if given_up:
+            stage_notes = (*stage_notes, preference_note(facts, preferred, given_up))
+        decisions = settle(hints=hinted, rules=rules, auto=auto, given_up=given_up)
+        return decisions, stage_notes
 
     size = config.stage_bytes
     if size is None:
-        size = auto_stage_bytes(facts, lambda b: _profile(facts, staged(b)[0])[1].peak_bytes, fixed)
+        bound = {i: d.action for i, d in decided.items()}
+        size = auto_stage_bytes(facts, lambda b: _profile(facts, staged(b)[0])[1].peak_bytes, bound)
     decisions, stage_notes = staged(size)
     return _finish(local, facts, decisions, off, size, (*notes, *stage_notes))
+
+
+def pareto_of(recompute: Recompute, depth: int = 3) -> tuple[ParetoPoint, ...]:
+    """The curve of peak against recompute time under what binds in a plan (hints, rules, contract).
+
+    Args:
+        recompute: the plan; what its budget or its stages decided is free again.
+        depth: how often each part of the curve is halved.
+    """
+    fixed = {i: d.action for i, d in recompute.plan.decisions.items() if d.origin < Origin.AUTO}
+    return pareto(recompute.facts, fixed, depth=depth)
+
+
+def _with_optimizer(facts: Facts, optimizer: str | None) -> Facts:
+    """Optimizer state counts as parameters do: it is alive throughout."""
+    copies = OPTIMIZER_COPIES[optimizer] if optimizer else 0
+    held = {s for v in facts.values if v.role == "parameter" for s in v.storages}
+    state = copies * sum(facts.storage_bytes[s] for s in held)
+    return replace(facts, parameter_bytes=facts.parameter_bytes + state)
+
+
+def _budget_bytes(
+    facts: Facts,
+    budget: int | Fraction | Literal["device"],
+    settle: Callable[..., Mapping[int, Decision]],
+    device: DeviceSpec,
+) -> int:
+    """The budget in bytes; a fraction is of the peak with nothing recomputed beyond the contract."""
+    if budget == "device":
+        return device.memory_bytes * 9 // 10
+    if isinstance(budget, Fraction):
+        keep = Wish("save", Origin.AUTO, "the peak without AC")
+        all_kept = settle(hints={}, rules={}, auto={v.index: keep for v in facts.forward})
+        return math.floor(budget * _profile(facts, all_kept)[1].peak_bytes)
+    return budget
 
 
 def _actions(decisions: Mapping[int, Decision]) -> dict[int, Action]:
@@ -105,8 +159,9 @@ def _finish(
     off: Mapping[int, Decision],
     stage_bytes: int | None,
     notes: tuple[str, ...],
+    budget: BudgetResult | None = None,
 ) -> Recompute:
     (saved, saved_inputs), predicted = _profile(facts, decisions)
-    plan = RecomputePlan(decisions, tuple(saved), tuple(saved_inputs), stage_bytes, notes)
+    plan = RecomputePlan(decisions, tuple(saved), tuple(saved_inputs), stage_bytes, notes, budget)
     write_tags(local.module, facts, plan)
     return Recompute(local, facts, plan, predicted, _profile(facts, off)[1])

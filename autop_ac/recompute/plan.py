@@ -42,13 +42,42 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The outcome for one forward value, with the wishes that it set aside."""
+    """The outcome for one forward value, with the wishes that it set aside.
+
+    `prefer` says that a preference decided, with no order of a hint or rule beneath it.
+    """
 
     value: int
     action: Action
     origin: Origin
     reason: str
     overridden: tuple[Wish, ...] = ()
+    prefer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetResult:
+    """What a memory budget led to.
+
+    Attributes:
+        budget_bytes: the budget.
+        peak_bytes: predicted peak, at most the budget.
+        recompute_time_s: predicted seconds of recomputation in one step.
+        lower_bound_s: no choice within the budget takes less.
+        gap: how far the time can be above the least, as a fraction of it: 0.0 where exact.
+        exact: all choices were compared, or the bound proves that none is better.
+        given_up: roots whose preference is set aside, since the budget cannot be met with it.
+        notes: remarks for the report, in plain words.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    recompute_time_s: float
+    lower_bound_s: float
+    gap: float
+    exact: bool
+    given_up: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +91,7 @@ class RecomputePlan:
         saved_inputs: indices of graph inputs that backward reads.
         stage_bytes: the stage size used, None where no stages were made.
         notes: warnings and remarks for the report, in plain words.
+        budget: what the memory budget led to, None where none was given.
     """
 
     decisions: Mapping[int, Decision]
@@ -69,3 +99,4 @@ class RecomputePlan:
     saved_inputs: tuple[int, ...]
     stage_bytes: int | None = None
     notes: tuple[str, ...] = field(default=())
+    budget: BudgetResult | None = None

@@ -38,7 +38,7 @@ _ROUTING = ("aten.topk.",)
 
 
 @dataclass(frozen=True)
-class _Forward:
+class Forward:
     """Free values in graph order, with what the walk needs of each.
 
     Attributes:
@@ -74,7 +74,7 @@ def stage_wishes(
     if stage_bytes is None:
         return {}, ()
     assert stage_bytes > 0, f"stage_bytes={stage_bytes}"
-    forward = _free_values(facts, fixed)
+    forward = free_values(facts, fixed)
     cuts = _cuts(forward, stage_bytes)
     wishes = {i: Wish("save", Origin.AUTO, reason) for i, reason in forward.kept.items()}
     large = []
@@ -95,7 +95,63 @@ def stage_wishes(
     return dict(sorted(wishes.items())), notes
 
 
-def _free_values(facts: Facts, fixed: Mapping[int, Action]) -> _Forward:
+def yielding_stages(
+    facts: Facts,
+    stage_bytes: int | None,
+    fixed: Mapping[int, Action],
+    preferred: Mapping[int, Wish],
+) -> tuple[Mapping[int, Wish], tuple[int, ...], tuple[str, ...]]:
+    """Stages that preferences bind, but for those without which a stage would be too large.
+
+    What is preferred to be saved never is in the way. A value preferred to be recomputed counts in the
+    stage that it lies in; where a stage is too large with such values, these are decided as any others.
+
+    Returns:
+        Wishes as of `stage_wishes`, the preferences given up (roots, ascending), and notes.
+    """
+    given_up: set[int] = set()
+    while True:
+        held = {i: w.action for i, w in preferred.items() if i not in given_up}
+        wishes, notes = stage_wishes(facts, stage_bytes, {**fixed, **held})
+        again = [i for i, action in held.items() if action == "recompute"]
+        crowded = (
+            _crowded(facts, {**fixed, **held}, again, stage_bytes)
+            if stage_bytes and again
+            else set()
+        )
+        if not crowded:
+            # what is recomputed all the same kept its preference
+            against = {i for i in given_up if i in wishes and wishes[i].action != "recompute"}
+            kept = {i: w for i, w in wishes.items() if i not in given_up - against}
+            return kept, tuple(sorted(against)), notes
+        given_up |= crowded
+
+
+def _crowded(
+    facts: Facts, held: Mapping[int, Action], again: list[int], stage_bytes: int
+) -> set[int]:
+    """Values of `again` in stages that are larger than allowed with them."""
+    forward = free_values(facts, held)
+    cuts = _cuts(forward, stage_bytes)
+    ends = [forward.free[c] for c in cuts]  # graph index of the last value of each stage
+    members: dict[int, list[int]] = {}
+    for i in again:
+        members.setdefault(bisect.bisect_left(ends, i), []).append(i)
+    sums: dict[int, int] = {}
+    for position, i in enumerate(forward.free):
+        stage = bisect.bisect_left(cuts, position)
+        crosses = stage < len(cuts) and forward.last[position] > cuts[stage]
+        sums[stage] = sums.get(stage, 0) + (0 if crosses else facts.values[i].bytes)
+    return {
+        i
+        for stage, held_here in members.items()
+        if sums.get(stage, 0) + sum(facts.values[i].bytes for i in held_here) > stage_bytes
+        for i in held_here
+    }
+
+
+def free_values(facts: Facts, fixed: Mapping[int, Action]) -> Forward:
+    """The values that the automatic part decides, and those that it keeps in any case."""
     outputs = {
         root_of(facts, i) for i in facts.forward_outputs if facts.values[i].side == "forward"
     }
@@ -120,8 +176,8 @@ def _free_values(facts: Facts, fixed: Mapping[int, Action]) -> _Forward:
         if v.role == "input" and v.index in reader
     )
     sizes = tuple(facts.values[i].bytes for i in free)
-    layers = tuple(_layer(facts.values[i].module) for i in free)
-    return _Forward(tuple(free), sizes, last, inputs, layers, kept)
+    layers = tuple(layer_of(facts.values[i].module) for i in free)
+    return Forward(tuple(free), sizes, last, inputs, layers, kept)
 
 
 def _last_readers(facts: Facts, fixed: Mapping[int, Action]) -> dict[int, int]:
@@ -156,7 +212,7 @@ def _reason_to_keep(value: Value, is_output: bool) -> str:
     return ""
 
 
-def _cuts(forward: _Forward, stage_bytes: int) -> list[int]:
+def _cuts(forward: Forward, stage_bytes: int) -> list[int]:
     """Positions among the free values, ascending; a cut comes after its position."""
     n = len(forward.free)
     total = [0, *accumulate(forward.bytes)]
@@ -190,7 +246,7 @@ def _cuts(forward: _Forward, stage_bytes: int) -> list[int]:
     return cuts
 
 
-def _alive(forward: _Forward, large: list[tuple[int, int]]) -> list[int]:
+def _alive(forward: Forward, large: list[tuple[int, int]]) -> list[int]:
     """Bytes alive across the cut after each position.
 
     In a large layer only its own values count: what entered it was kept by the cut before it.
@@ -247,7 +303,7 @@ def candidates(facts: Facts, fixed: Mapping[int, Action] | None = None) -> tuple
     The whole; prefixes of about its half, quarter, and so on; and multiples of the largest layer.
     In a small graph every size at which some cut changes.
     """
-    forward = _free_values(facts, fixed or {})
+    forward = free_values(facts, fixed or {})
     prefixes = list(accumulate(forward.bytes))
     if not prefixes or prefixes[-1] == 0:
         return ()
@@ -271,7 +327,7 @@ def candidates(facts: Facts, fixed: Mapping[int, Action] | None = None) -> tuple
     return tuple(sorted((s for s in sizes if 0 < s <= whole), reverse=True))
 
 
-def _layer(module: str) -> str:
+def layer_of(module: str) -> str:
     """The module path to its first number, ``layers.3`` of ``layers.3.mlp``; ``""`` without one."""
     match = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", module)
     return match[0] if match else ""

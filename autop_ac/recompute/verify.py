@@ -77,16 +77,14 @@ def closure(facts: Facts, actions: Mapping[int, Action]) -> tuple[tuple[int, ...
         elif value.side == "forward":
             if not value.is_tensor and value.op != "get_attr":
                 saved.add(i)
-            elif effective_action(facts, actions, i) == "save" and _is_keepable(
-                facts, i, producers
-            ):
+            elif effective_action(facts, actions, i) == "save" and keepable(facts, i, producers):
                 saved.add(i)
             else:
                 work.extend(value.inputs)
     return tuple(sorted(saved)), tuple(sorted(saved_inputs))
 
 
-def _is_keepable(facts: Facts, index: int, producers: set[int | None]) -> bool:
+def keepable(facts: Facts, index: int, producers: set[int | None]) -> bool:
     """Whether this value stands for its storage: a tensor that is a view of no keepable one."""
     value = facts.values[index]
     if index in producers:

@@ -1,0 +1,327 @@
+"""The curve of peak against recompute time, and the point of it that a budget asks for.
+
+Points are outcomes of the exact evaluation, ascending in peak and strictly descending in time. Up to
+`EXACT` free values all save sets are evaluated, and the curve is the true one.
+
+Beyond that a budget B is sought by bisection between two points, the one of least peak found and the
+one that recomputes least. A *bracket* is a pair of neighbouring points (x, y). Its candidates come from
+x and y alone: what the program of `relax` proposes for the peak halfway, by the linear program first
+and by branch and bound where that gives nothing new, and last the save sets that take x's decision
+before a position in the forward pass and y's from there on. Candidates that lie between x and y in peak
+and in time refine the bracket; the next one is the pair of neighbours around B. What B decides is only
+which way to turn, so that of two budgets that part ways at a bracket the smaller one ends at or before
+the point where the larger one starts: a larger budget never costs more time, and a smaller one never
+raises the peak.
+
+Equal layers are kept alike as far as the budget allows: their decisions are sorted, so that those that
+differ are runs of neighbours.
+
+Complexity: a bracket costs a few linear programs and evaluations, each near linear in the graph; depth
+and candidates are bounded by constants. Branch and bound is left out on large graphs, where one value
+more or less is a small part of the whole. Deterministic: all choices are by exact bytes, times and
+positions, and limits count nodes, never seconds. Weaknesses: beyond `EXACT` values neither the curve
+nor its least peak is proven to be best; `bound_s` says how far a point can be off.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from .evaluate import Evaluator
+from .layers import equal_layers
+from .relax import Relaxation, Step
+
+EXACT = 12
+_DEPTH = 24  # brackets on the way to a budget
+_WHOLE_DEPTH = 6  # of them by branch and bound
+_ROUNDS = 3  # of rows added to one program
+_SPLITS = 24  # positions tried in one bracket
+_COLUMNS = 2000  # of a program up to which branch and bound is used
+_NODES = 50
+_LOW = 6  # points of least peak that branch and bound improves before there are brackets
+_GOALS = 16  # peaks aimed at before there are brackets; an eighth of them on large graphs
+_WIDTH = 2000  # a bracket narrower than this part of the whole curve is not refined
+_PRICES = tuple(2.0**k for k in range(8, -11, -1))
+
+
+@dataclass(frozen=True, slots=True)
+class ParetoPoint:
+    """One point of the curve.
+
+    Attributes:
+        peak_bytes: predicted peak.
+        recompute_time_s: seconds of what backward computes again.
+        saved: the forward values kept, ascending.
+        roots: the free values to save; all other free ones are recomputed where they are needed.
+    """
+
+    peak_bytes: int
+    recompute_time_s: float
+    saved: tuple[int, ...]
+    roots: tuple[int, ...]
+    mask: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bracket:
+    """Two neighbouring points, and what was found out between them.
+
+    Attributes:
+        steps: rows of use.
+        whole: how often branch and bound was used.
+        floor: no better point than x is known to be found below this peak.
+    """
+
+    x: ParetoPoint
+    y: ParetoPoint
+    steps: frozenset[Step]
+    whole: int = 0
+    floor: Fraction = Fraction(0)
+
+
+class Curve:
+    """Points of one evaluator; `at` finds one for a budget, `points` lists them.
+
+    Args:
+        evaluator: outcomes of masks.
+        seeds: masks to start from, besides those of the linear program.
+        exact: most free values up to which all save sets are compared.
+    """
+
+    def __init__(
+        self, evaluator: Evaluator, seeds: Iterable[bytes] = (), exact: int = EXACT
+    ) -> None:
+        self.ev = evaluator
+        self.layers = equal_layers(evaluator.facts, evaluator.free)
+        self.exact = len(evaluator.free) <= exact
+        self._refined: dict[_Bracket, tuple[_Bracket, ...]] = {}
+        if self.exact:
+            self._relaxation: Relaxation | None = None
+            every = itertools.product((0, 1), repeat=len(evaluator.free))
+            self._ends = self._front(map(bytes, every))
+        else:
+            self._relaxation = Relaxation(evaluator)
+            self._ends = self._start(seeds)
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The least peak found; the least there is where `exact`."""
+        return self._ends[0].peak_bytes
+
+    def at(self, budget_bytes: int) -> ParetoPoint | None:
+        """The point of least time with a peak of at most `budget_bytes`, None where there is none."""
+        if budget_bytes < self.smallest_bytes:
+            return None
+        if self.exact or budget_bytes >= self._ends[-1].peak_bytes:
+            return [p for p in self._ends if p.peak_bytes <= budget_bytes][-1]
+        around = self._pick(self._brackets(), budget_bytes)
+        for _ in range(_DEPTH if self._is_small else 6):
+            finer = self._refine(around)
+            if finer == (around,):
+                break
+            around = self._pick(finer, budget_bytes)
+        return around.x
+
+    def points(self, depth: int = 3) -> tuple[ParetoPoint, ...]:
+        """The curve, each bracket refined up to `depth` times."""
+        if self.exact or len(self._ends) == 1:
+            return tuple(self._ends)
+        brackets = self._brackets()
+        for _ in range(depth):
+            brackets = tuple(b for bracket in brackets for b in self._refine(bracket))
+        return (*(b.x for b in brackets), brackets[-1].y)
+
+    def bound_s(self, point: ParetoPoint, budget_bytes: int) -> float:
+        """A time that no save set within `budget_bytes` falls below."""
+        if self._relaxation is None or not point.recompute_time_s:
+            return point.recompute_time_s
+        near = sorted(self._ends, key=lambda p: abs(p.peak_bytes - budget_bytes))
+        steps = set(self._steps(p.mask for p in (point, *near[: self._most_rows // 2])))
+        bound = 0.0
+        for _ in range(_ROUNDS):
+            nodes = _NODES if self._is_small else 0
+            relaxed = self._relaxation.within(budget_bytes, steps, nodes)
+            if relaxed is None:
+                break  # the point itself is within: only rounding can say otherwise
+            bound = max(bound, relaxed.time_s)
+            more = self._steps(relaxed.masks) - steps
+            if not more or len(steps | more) > 2 * self._most_rows:
+                break
+            steps |= more
+        return min(bound, point.recompute_time_s)
+
+    @property
+    def _is_small(self) -> bool:
+        return self._relaxation is not None and self._relaxation.columns <= _COLUMNS
+
+    @property
+    def _whole_depth(self) -> int:
+        columns = self._relaxation.columns if self._relaxation is not None else 0
+        return 2 * _WHOLE_DEPTH if columns <= _COLUMNS // 4 else _WHOLE_DEPTH
+
+    @property
+    def _most_rows(self) -> int:
+        return 8 if self._is_small else 4
+
+    def _steps(self, masks: Iterable[bytes]) -> frozenset[Step]:
+        """Where these have their peaks; of a step of backward also the one before.
+
+        What is kept only to compute something again before a step counts in the row before it.
+        """
+        found: set[Step] = set()
+        for side, at in map(self.ev.peak_step, masks):
+            found.add((side, at))
+            if side == "backward" and at:
+                found.add((side, at - 1))
+        return frozenset(found)
+
+    def _brackets(self) -> tuple[_Bracket, ...]:
+        return tuple(
+            _Bracket(x, y, self._steps((x.mask, y.mask))) for x, y in itertools.pairwise(self._ends)
+        )
+
+    @staticmethod
+    def _pick(brackets: Iterable[_Bracket], budget_bytes: int) -> _Bracket:
+        return next(b for b in brackets if b.x.peak_bytes <= budget_bytes < b.y.peak_bytes)
+
+    def _refine(self, bracket: _Bracket) -> tuple[_Bracket, ...]:
+        """Finer brackets from one end to the other; itself alone where nothing lies between."""
+        if bracket not in self._refined:
+            x, y = bracket.x, bracket.y
+            floor = max(bracket.floor, Fraction(x.peak_bytes))
+            self._refined[bracket] = (bracket,)
+            if (y.peak_bytes - floor) * _WIDTH > self._range():
+                self._refined[bracket] = self._between(bracket, (floor + y.peak_bytes) / 2)
+        return self._refined[bracket]
+
+    def _between(self, bracket: _Bracket, goal: Fraction) -> tuple[_Bracket, ...]:
+        x, y, whole, floor = bracket.x, bracket.y, bracket.whole, bracket.floor
+        inside: list[ParetoPoint] = []
+        steps = bracket.steps
+        if not whole:
+            masks, steps = self._propose(goal, steps)
+            inside = self._inside(x, y, masks)
+        if not inside and self._is_small and whole < self._whole_depth:
+            masks, steps = self._propose(goal, steps, _NODES)
+            inside = self._inside(x, y, masks)
+            whole += 1
+            floor = floor if inside else goal
+        if not inside and whole in (0, self._whole_depth):
+            inside = self._inside(x, y, self._splits(x.mask, y.mask))
+            if not inside:
+                return (bracket,)
+        return tuple(
+            _Bracket(a, b, steps, whole, floor) for a, b in itertools.pairwise((x, *inside, y))
+        )
+
+    def _inside(self, x: ParetoPoint, y: ParetoPoint, masks: Iterable[bytes]) -> list[ParetoPoint]:
+        return [
+            p
+            for p in self._front(masks)
+            if x.peak_bytes < p.peak_bytes < y.peak_bytes
+            and y.recompute_time_s < p.recompute_time_s < x.recompute_time_s
+        ]
+
+    def _range(self) -> int:
+        return self._ends[-1].peak_bytes - self._ends[0].peak_bytes
+
+    def _point(self, mask: bytes) -> ParetoPoint:
+        outcome = self.ev(mask)
+        roots = self.ev.kept_roots(outcome.saved)
+        return ParetoPoint(
+            outcome.peak_bytes, outcome.time_s, outcome.saved, roots, self.ev.mask(roots)
+        )
+
+    def _front(self, masks: Iterable[bytes]) -> list[ParetoPoint]:
+        """Of these the points that no other beats, ascending in peak."""
+        found = [self._point(m) for m in dict.fromkeys(masks)]
+        found.sort(key=lambda p: (p.peak_bytes, p.recompute_time_s, p.saved))
+        front: list[ParetoPoint] = []
+        for point in found:
+            if not front or point.recompute_time_s < front[-1].recompute_time_s:
+                front.append(point)
+        return front
+
+    def _start(self, seeds: Iterable[bytes]) -> list[ParetoPoint]:
+        assert self._relaxation is not None
+        count = len(self.ev.free)
+        masks = [bytes(count), b"\1" * count, *seeds, *self._relaxation.priced(_PRICES)]
+        front = self._front(masks)
+        # aim at ever smaller peaks: halfway to the least found, or up again where nothing is found
+        low = Fraction(self.ev.base)
+        for _ in range(_DEPTH // 2 if self._is_small else 2):
+            least = front[0].peak_bytes
+            steps = self._steps(p.mask for p in front[: self._most_rows // 2])
+            if (least - low) * _WIDTH <= least - self.ev.base:
+                break
+            goal = (low + least) / 2
+            masks, _ = self._propose(goal, steps)
+            front = self._front([*(p.mask for p in front), *masks])
+            if front[0].peak_bytes == least:
+                low = goal
+        # seeds and low peaks leave points with time to spare: aim at peaks all along the curve
+        count = _GOALS if self._is_small else _GOALS // 8
+        first, last = front[0].peak_bytes, front[-1].peak_bytes
+        goals = [first + Fraction((last - first) * k, count) for k in range(count)]
+        masks = [p.mask for p in front]
+        for goal in goals:
+            near = sorted(front, key=lambda p: abs(p.peak_bytes - goal))[:2]
+            masks += self._propose(goal, self._steps(p.mask for p in near))[0]
+        front = self._front(masks)
+        for point in front[:_LOW] if self._is_small else ():
+            # the lowest peaks depend on steps that the linear program did not know of
+            steps = self._steps((point.mask,))
+            masks += self._propose(Fraction(point.peak_bytes), steps, _NODES)[0]
+        return self._front(masks)
+
+    def _propose(
+        self, goal: Fraction, steps: Iterable[Step], nodes: int = 0
+    ) -> tuple[list[bytes], frozenset[Step]]:
+        """Masks of the program for a peak; rows are added where its answers have theirs."""
+        assert self._relaxation is not None
+        rows = set(steps)
+        found: list[bytes] = []
+        for _ in range(_ROUNDS):
+            relaxed = self._relaxation.within(goal, rows, nodes)
+            if relaxed is None:
+                break
+            found = [self._arranged(mask) for mask in relaxed.masks]
+            # one row more: that of the answer that is furthest above the goal
+            over = sorted(relaxed.masks, key=lambda m: -self.ev(m).peak_bytes)
+            new = next((s for m in over if (s := self._steps((m,)) - rows)), None)
+            if not new or len(rows) >= self._most_rows:
+                break
+            rows |= new
+        return found, frozenset(rows)
+
+    def _arranged(self, given: bytes) -> bytes:
+        """The mask with the decisions of equal layers sorted: those that keep least come first.
+
+        A layer's kept bytes are alive in the backward of all layers after it, so that no order of
+        the same decisions holds less there. Where it still costs peak or time, the mask as given.
+        """
+        mask = bytearray(given)
+        for layers in self.layers:
+            parts = sorted(
+                (
+                    sum(self.ev.bytes_of(self.ev.free[k]) for k in layer.slots if given[k]),
+                    bytes(given[k] for k in layer.slots),
+                )
+                for layer in layers
+            )
+            for layer, (_, part) in zip(layers, parts, strict=True):
+                for k, kept in zip(layer.slots, part, strict=True):
+                    mask[k] = kept
+        before, after = self.ev(given), self.ev(bytes(mask))
+        worse = after.peak_bytes > before.peak_bytes or after.time_s > before.time_s
+        return given if worse else bytes(mask)
+
+    def _splits(self, first: bytes, last: bytes) -> list[bytes]:
+        """Masks that take `first` before a position and `last` from there on."""
+        differ = [k for k, (a, b) in enumerate(zip(first, last, strict=True)) if a != b]
+        if len(differ) > _SPLITS:
+            differ = [differ[k * len(differ) // _SPLITS] for k in range(_SPLITS)]
+        return [first[:k] + last[k:] for k in differ]

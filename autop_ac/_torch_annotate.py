@@ -6,6 +6,9 @@ no public replacement yet. The list of operator names has none either.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -81,24 +84,37 @@ def compiling_backend() -> Any:
     return None
 
 
-def graph_break_line() -> str:
-    """``"file.py:12"`` of a graph break in the frame that Dynamo traces now, ``""`` without one.
-
-    Dynamo learns of a break by running into it, and traces the frame again from its start.
-    """
-    tracer = _tracer()
-    if tracer is None:
-        return ""
-    for entry in tracer.output.root_tx.speculation_log.entries:
-        if entry._failed:
-            return f"{entry.filename}:{entry.lineno}"
-    return ""
-
-
 def root_function() -> str:
     """Name of the function whose frame Dynamo traces now."""
     tracer = _tracer()
     return "" if tracer is None else tracer.output.root_tx.f_code.co_name
+
+
+_OTHERS = tuple(
+    os.path.dirname(m) + os.sep for m in (torch.__file__, __file__, contextlib.__file__)
+)
+
+
+def is_users_file(name: str) -> bool:
+    """Whether a source file is the user's: not torch's, not of this package, not of Python itself.
+
+    By where these are installed: a user's own folder may be called as they are.
+    """
+    if name.startswith(("<ipython-input", "<stdin>")):
+        return True
+    if not os.path.isabs(name) or name.startswith(_OTHERS[:2]):
+        return False
+    return not name.startswith(_OTHERS[2]) or "site-packages" in name
+
+
+def running_line() -> str:
+    """``"file.py:12"`` of the user's code that Python runs now, outside torch and this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if is_users_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "an unknown line"
 
 
 def _tracer() -> Any:
@@ -120,9 +136,10 @@ __all__ = [
     "annotate",
     "compiling_backend",
     "constant_while_tracing",
-    "graph_break_line",
     "root_function",
+    "running_line",
     "higher_order_names",
+    "is_users_file",
     "is_higher_order",
     "mark",
     "operator_count",

@@ -36,8 +36,8 @@ from .policies import Selector, check_name, conflicts, parse_selector, parse_sel
 
 REGION_PREFIX = "autop_ac_region_"
 _OTHERWISE = ("recompute", "save", "auto")
-# run by themselves where Dynamo left the function around them to eager
-_OWN_FRAMES = ("ac_region", "in_region", "checkpoint_name", "__call__", "__enter__", "__exit__")
+# traced by themselves where Dynamo left the function around them to eager
+_OWN_FRAMES = ("ac_region", "checkpoint_name", "__call__")
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=torch.Tensor)
@@ -154,14 +154,13 @@ def _numbers() -> Iterator[int] | None:
     if (numbers := _uids.get()) is not None:
         return numbers
     backend = private.compiling_backend()
-    if not isinstance(backend, ReadsHints) or private.root_function() in _OWN_FRAMES:
+    if not isinstance(backend, ReadsHints):
         return None
-    if line := private.graph_break_line():
-        here = private.traced_line()
+    if private.root_function() in _OWN_FRAMES:
         warnings.warn(
-            f"the hints at {f'{here[0]}:{here[1]}' if here else 'an unknown line'} are not read: a "
-            f"graph break at {line} is in the same function, and may split a region. Move what "
-            "breaks the graph into another function, or out of the model",
+            f"the hints at {private.running_line()} are not read: Dynamo left the function around them "
+            "to eager, as where a graph break splits a region. Move what breaks the graph into "
+            "another function, or out of the model; TORCH_LOGS=graph_breaks tells what it is",
             UserWarning,
             stacklevel=2,
         )

@@ -1,6 +1,19 @@
-import pytest
+"""Module paths, source lines and names are the user's own."""
 
-from autop_ac.capture.names import block_instance, block_of_path, module_path, user_name
+import contextlib
+
+import pytest
+import torch
+
+import autop_ac
+from autop_ac._torch_annotate import is_users_file
+from autop_ac.capture.names import (
+    block_instance,
+    block_of_path,
+    module_path,
+    source_line,
+    user_name,
+)
 
 
 def stack(*entries):
@@ -57,3 +70,22 @@ def test_each_call_of_a_block_is_an_instance_of_its_own():
     # a child that is called without its layer
     assert block_instance(stack(("3@2", inside)), prefix="model") == "layers.3"
     assert block_instance(stack(("1", "L['self'].embed"))) == block_instance(None) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "users"),
+    [
+        ("/home/me/autop_ac/tutorials/train.py", True),
+        ("/home/me/torch/model.py", True),
+        ("/tmp/ipykernel_12/34.py", True),
+        ("<ipython-input-1>", True),
+        (torch.nn.functional.__file__, False),
+        (autop_ac.annotate.__file__, False),
+        (contextlib.__file__, False),
+        ("<eval_with_key>.7", False),
+        ("<frozen runpy>", False),
+    ],
+)
+def test_a_users_file_is_told_by_where_it_is_and_not_by_its_name(name, users):
+    assert is_users_file(name) is users
+    assert source_line(f'File "{name}", line 3') == (f"{name}:3" if users else "")

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from .._torch_annotate import is_users_file
+
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_export_root)(?=\.|$)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -51,12 +53,13 @@ def block_of_path(path: str) -> str:
 
 
 def _user_path(entry: Any, prefix: str) -> str:
-    text = str(entry)
+    # the local or global variable that Dynamo found the model in: `L['self'].layers.0`
+    text = re.sub(r"^[LG]\['[^']+'\]", "", str(entry))
     text = re.sub(r"\['([^']+)'\]|\[(\d+)\]", lambda m: "." + (m.group(1) or m.group(2)), text)
     text = re.sub(r"@\d+", "", text)
     # an attribute that a wrapper looks up by hand: `__dict__["_modules"]["_checkpoint_wrapped_module"]`
     text = text.replace(".__dict__.", ".").replace("._modules.", ".")
-    text = user_name(re.sub(r"^L\.self", "", text).lstrip("."))
+    text = user_name(text.lstrip("."))
     if prefix and (text == prefix or text.startswith(prefix + ".")):
         text = text[len(prefix) :].lstrip(".")
     return text
@@ -65,5 +68,5 @@ def _user_path(entry: Any, prefix: str) -> str:
 def source_line(stack_trace: str | None) -> str:
     """``"file.py:12"`` of the innermost frame outside torch in a stack trace, or ``""``."""
     frames = _FRAME.findall(stack_trace or "")
-    own = [f for f in frames if "/torch/" not in f[0] and "/autop_ac/" not in f[0]]
+    own = [f for f in frames if is_users_file(f[0])]
     return f"{own[-1][0]}:{own[-1][1]}" if own else ""

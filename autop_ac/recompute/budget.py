@@ -99,7 +99,7 @@ def pareto(
     Returns:
         Points ascending in peak and strictly descending in time.
     """
-    return _curve(facts, fixed, keep)[0].points(depth)
+    return budget_curve(facts, fixed, keep)[0].points(depth)
 
 
 def preference_note(facts: Facts, preferred: Mapping[int, Wish], given_up: tuple[int, ...]) -> str:
@@ -112,9 +112,10 @@ def preference_note(facts: Facts, preferred: Mapping[int, Wish], given_up: tuple
     )
 
 
-def _curve(
-    facts: Facts, fixed: Mapping[int, Action], keep: Mapping[int, str] | None
+def budget_curve(
+    facts: Facts, fixed: Mapping[int, Action], keep: Mapping[int, str] | None = None
 ) -> tuple[Curve, dict[int, str]]:
+    """The curve that budgets are answered from, and the roots kept in any case with the reason."""
     forward = free_values(facts, fixed)
     kept = dict(forward.kept)
     free = set(forward.free)
@@ -152,7 +153,7 @@ def _curve_within(
     def curve_without(dropped: list[list[int]]) -> tuple[Curve, dict[int, str]]:
         out = {i for group in dropped for i in group}
         held = {i: w.action for i, w in preferred.items() if i not in out}
-        return _curve(facts, {**fixed, **held}, keep)
+        return budget_curve(facts, {**fixed, **held}, keep)
 
     dropped: list[list[int]] = []
     curve, kept = curve_without(dropped)

@@ -15,7 +15,7 @@ from .capture.joint import Port
 from .capture.trace import differentiate
 from .config import ACConfig, CompileConfig, ac_config
 from .errors import UsageError
-from .graph.devices import DeviceSpec, Topology, find_device
+from .graph.devices import DeviceSpec, find_device
 from .lowering.compile import compile_local, decompositions, partition_by
 from .lowering.hooks import run_user_passes, user_passes_done
 from .recompute.hints import resolve_hints
@@ -71,7 +71,7 @@ class ACBackend(ReadsHints):
             resolve_hints(joint.module, joint.placeholders, joint.module_prefix),
             self.ac,
             self.device or _device_of(gm),
-            Topology.from_mesh_shape((1,)),
+            {},
             reshard_after_forward=True,
         )
         with user_passes_done():

@@ -60,7 +60,7 @@ class Settings:
             hints,
             self.ac,
             self.device,
-            self.topology,
+            self.topology.links(self.mesh),
             self.reshard_after_forward,
         )
         with user_passes_done():

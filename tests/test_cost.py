@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: TID251 makes a small graph to price
 
+from autop_ac import AutoParallel
 from autop_ac.errors import ConfigError
-from autop_ac.graph.cost import collective_time_s, fx_node_time_s, node_time_s
-from autop_ac.graph.devices import DEVICES, DeviceSpec, Topology, find_device
+from autop_ac.graph.cost import collective_time_s, fx_node_time_s, node_time_s, tensor_bytes
+from autop_ac.graph.devices import DEVICES, DeviceSpec, Link, Topology, find_device
+from autop_ac.sharding.apply import apply_plan
 
 SLOW = DeviceSpec("slow", {torch.float32: 1e9, torch.bfloat16: 4e9}, 1e9, 2**30)
 
@@ -87,3 +89,31 @@ def test_an_axis_inside_a_node_has_the_fast_link():
     assert topology.link_bandwidth[1] > topology.link_bandwidth[0]
     assert topology.latency_s[1] < topology.latency_s[0]
     assert len(set(Topology.from_mesh_shape((2, 4)).link_bandwidth)) == 1
+
+
+def test_a_collective_takes_the_time_of_its_link_and_its_wait_none(fake_pg):
+    model = torch.nn.Linear(64, 64, bias=False)
+    mesh = fake_pg((2, 4), ("dp", "tp"))
+    times = {}
+    for slower in (1, 10):
+        links = {"dp": Link(2, 1e9 / slower, 1e-6), "tp": Link(4, 1e9, 1e-6)}
+        ap = AutoParallel(model, lambda: torch.randn(16, 64), mesh).configure_compile("eager")
+        with ap:
+            ap.add_parameter_memory_constraint()
+            plan = ap.optimize_placement()
+            local = apply_plan(ap._joint, plan, mesh)
+        for node in local.module.graph.nodes:
+            note = (node.meta.get("custom") or {}).get("autop_ac", {})
+            if node.op != "call_function" or not note.get("axis"):
+                continue
+            time_s = fx_node_time_s(node, SLOW, links)
+            if "wait" in str(node.target):
+                assert time_s == 0
+            elif "all_gather" in str(node.target):
+                moved, link = tensor_bytes(node.meta["val"]), links[note["axis"]]
+                count = link.size
+                expected = link.latency_s + moved * (count - 1) / count / link.bandwidth
+                assert time_s == pytest.approx(expected)
+                times.setdefault(note["axis"], []).append(time_s)
+    assert times
+    assert all(max(t) > 0 for t in times.values())

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from .._torch_sharding import OpOverload
-from .devices import DeviceSpec
+from .devices import DeviceSpec, Link
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
@@ -104,13 +104,19 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def fx_node_time_s(node: torch.fx.Node, device: DeviceSpec) -> float:
+def fx_node_time_s(
+    node: torch.fx.Node, device: DeviceSpec, links: Mapping[str, Link] | None = None
+) -> float:
     """Seconds of one node of a local graph, from ``meta["val"]`` of itself and of its inputs.
 
-    Collectives (`torch.ops._c10d_functional`) give 0.0: price them with `collective_time_s`.
+    Args:
+        links: by name of the mesh axis that the shard pass wrote on a collective; collectives over
+            an axis that is not there take no time. Their waits take none: it is the collective's.
     """
-    if node.op != "call_function" or str(node.target).startswith("_c10d_functional."):
+    if node.op != "call_function":
         return 0.0
+    if str(node.target).startswith("_c10d_functional."):
+        return _collective_time_s(node, links or {})
 
     def value(arg: Any) -> Any:
         return arg.meta.get("val") if isinstance(arg, torch.fx.Node) else arg
@@ -118,3 +124,22 @@ def fx_node_time_s(node: torch.fx.Node, device: DeviceSpec) -> float:
     args = torch.fx.map_arg(node.args, value)
     kwargs = torch.fx.map_arg(node.kwargs, value)
     return node_time_s(node.target, args, kwargs, node.meta.get("val"), device)
+
+
+_KINDS: Mapping[str, Collective] = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+}
+
+
+def _collective_time_s(node: torch.fx.Node, links: Mapping[str, Link]) -> float:
+    name = str(node.target).removeprefix("_c10d_functional.").removesuffix(".default")
+    note = (node.meta.get("custom") or {}).get("autop_ac") or {}
+    link = links.get(note.get("axis", ""))
+    if name not in _KINDS or link is None:
+        return 0.0
+    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    moved = max((tensor_bytes(v) for v in values if _is_tensor(v)), default=0)
+    return collective_time_s(_KINDS[name], moved, link.size, link.bandwidth, link.latency_s)

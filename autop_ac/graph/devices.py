@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError
 
@@ -78,6 +79,15 @@ def find_device(name: str | DeviceSpec) -> DeviceSpec:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One mesh axis: devices along it, bytes per second that one sends, seconds of a collective."""
+
+    size: int
+    bandwidth: float
+    latency_s: float
+
+
 @dataclass(frozen=True)
 class Topology:
     """The links, one number per mesh axis.
@@ -113,3 +123,9 @@ class Topology:
             bandwidth.append(400e9 if inside else 45e9)
             latency.append(8e-6 if inside else 20e-6)
         return cls(tuple(reversed(bandwidth)), tuple(reversed(latency)))
+
+    def links(self, mesh: DeviceMesh) -> Mapping[str, Link]:
+        """The links by name of the mesh axis."""
+        names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+        each = zip(mesh.shape, self.link_bandwidth, self.latency_s, strict=True)
+        return {name: Link(*link) for name, link in zip(names, each, strict=True)}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ..config import OPTIMIZER_COPIES, ACConfig
 from ..graph.collect import collect_facts
 from ..graph.cost import fx_node_time_s
-from ..graph.devices import DeviceSpec, Topology
+from ..graph.devices import DeviceSpec, Link
 from ..graph.facts import Facts
 from ..graph.liveness import Profile, profile
 from ..sharding.apply import LocalGraph
@@ -44,16 +44,20 @@ def plan_recompute(
     hints: ResolvedHints,
     config: ACConfig,
     device: DeviceSpec,
-    topology: Topology,
+    links: Mapping[str, Link],
     reshard_after_forward: bool,
 ) -> Recompute:
-    """Decide, write the tags on `local`, and predict; the plan is frozen from here on."""
+    """Decide, write the tags on `local`, and predict; the plan is frozen from here on.
+
+    Args:
+        device: for predicted times and the budget "device".  links: by mesh axis, none on one device.
+    """
     facts = collect_facts(
         local.module,
         local.placeholders,
         local.results,
         local.num_forward_outputs,
-        lambda node: fx_node_time_s(node, device),
+        lambda node: fx_node_time_s(node, device, links),
     )
     facts = _with_optimizer(facts, config.optimizer)
     contract = parameter_chains(facts)

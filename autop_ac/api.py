@@ -22,6 +22,8 @@ from .config import ACConfig, CompileConfig, ac_config
 from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, Topology, find_device
 from .recompute.hints import ResolvedHints, resolve_hints
+from .recompute.pareto import ParetoPoint
+from .recompute.pipeline import Recompute, pareto_of
 from .report.build import ACReport, build_report
 from .runtime.parallel import Modes, Outputs, Runner, Runners, make_parallel, modes_of
 from .sharding.constraints import Constraints
@@ -93,6 +95,7 @@ class AutoParallel:
         self._request: Request | None = None
         self._joint: JointGraph | None = None
         self._hints: ResolvedHints | None = None
+        self._recompute: Recompute | None = None
         self._report: ACReport | None = None
         self.sharding_optimizer = NodeConstraints(self)
 
@@ -251,7 +254,7 @@ class AutoParallel:
         assert self._hints is not None and self._request is not None
         settings = self._settings(outputs)
         recompute, runner = settings.lower(joint, self._hints, plan)
-        self._report = build_report(recompute, plan)
+        self._recompute, self._report = recompute, build_report(recompute, plan)
         for note in recompute.plan.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
         wanted = self._request
@@ -288,6 +291,23 @@ class AutoParallel:
         if self._report is None:
             raise UsageError("there is no report yet: call apply_placement first")
         return self._report
+
+    def pareto(self, depth: int = 3) -> tuple[ParetoPoint, ...]:
+        """The curve of predicted peak against recompute time; after `apply_placement`.
+
+        What binds (hints, rules, the all-gather contract) holds in every point; what stages or a budget
+        decided is free. To run a point: ``configure_ac(memory_budget=point.peak_bytes)``, and apply the
+        plan again.
+
+        Args:
+            depth: how often each part of the curve is halved; more takes longer.
+
+        Returns:
+            Points of growing peak (bytes on one device) and falling recompute time (seconds).
+        """
+        if self._recompute is None:
+            raise UsageError("there is no graph to plan on yet: call apply_placement first")
+        return pareto_of(self._recompute, depth)
 
 
 class NodeConstraints:

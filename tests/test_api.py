@@ -5,7 +5,15 @@ import torch
 from torch.distributed.tensor import Shard
 
 import autop_ac
-from autop_ac import AutoParallel, CaptureError, ConfigError, UsageError, fake_mesh
+from autop_ac import (
+    AutoParallel,
+    CaptureError,
+    ConfigError,
+    InfeasibleError,
+    UsageError,
+    fake_mesh,
+)
+from tests.gpt import GPT
 from tests.test_settings import settings
 
 
@@ -134,3 +142,28 @@ def test_a_wrong_local_batch_is_refused_at_the_call(mesh):
 def test_the_public_names_are_there():
     for name in autop_ac.__all__:
         assert hasattr(autop_ac, name), name
+
+
+def test_a_budget_is_held_or_refused_and_the_curve_says_what_can_be_reached():
+    ap = AutoParallel(GPT(), lambda: torch.randint(64, (8, 16)), fake_mesh((2,)))
+    with ap.configure_ac(enable=False).configure_compile("eager"):
+        ap.add_parameter_memory_constraint()
+        plan = ap.optimize_placement()
+        ap.apply_placement(plan)
+    without = ap.ac_report
+    curve = ap.pareto()
+    peaks, times = zip(*((p.peak_bytes, p.recompute_time_s) for p in curve), strict=True)
+    assert len(curve) > 2
+    assert list(peaks) == sorted(set(peaks))
+    assert list(times) == sorted(set(times), reverse=True)
+    middle = (peaks[0] + peaks[-1]) // 2
+    ap.configure_ac(memory_budget=middle).apply_placement(plan)
+    assert ap.ac_report.peak_bytes <= middle < without.peak_bytes
+    assert ap.ac_report.recompute_s > without.recompute_s
+    assert "a budget of" in str(ap.ac_report)
+    with pytest.raises(InfeasibleError) as caught:
+        ap.configure_ac(memory_budget=peaks[0] // 2).apply_placement(plan)
+    assert caught.value.budget_bytes == peaks[0] // 2
+    assert caught.value.smallest_bytes == peaks[0]
+    with pytest.raises(UsageError, match="apply_placement first"):
+        AutoParallel(Small(), inputs, fake_mesh((2,))).pareto()

@@ -153,7 +153,11 @@ class RecomputedGPT(GPT):
         return self.head(x)
 
 
-MEASURED = {**POLICIES, "everything recomputed": ({"stage_size": None}, RecomputedGPT)}
+MEASURED = {
+    **POLICIES,
+    "everything recomputed": ({"stage_size": None}, RecomputedGPT),
+    "budgeted": ({"memory_budget": 0.8}, GPT),
+}
 
 
 def memory():
@@ -198,3 +202,4 @@ def test_predicted_bytes_are_within_five_percent_of_the_measured_ones_and_order_
     peak = {policy: peak for policy, ((_, peak), _) in found.items()}
     assert peak["off"] > peak["hinted"]
     assert peak["off"] > peak["staged"]
+    assert peak["off"] > peak["budgeted"]

@@ -114,6 +114,8 @@ class ACReport:
         notes: warnings and remarks.
         saved: the values kept from forward to backward, in order of execution.
         stage_bytes: the stage size used, None without stages.
+        budget_bytes, budget_gap: the memory budget, and how far recompute time can be above the least
+            within it, as a fraction; None without a budget.
         kept_bytes, kept_without_ac_bytes: bytes of saved activations at the end of forward.
         peak_bytes, peak_without_ac_bytes: predicted peak of live bytes.
         recompute_s: predicted seconds of recomputation in one step.
@@ -125,6 +127,8 @@ class ACReport:
     notes: tuple[str, ...]
     saved: tuple[SavedValue, ...]
     stage_bytes: int | None
+    budget_bytes: int | None
+    budget_gap: float | None
     kept_bytes: int
     kept_without_ac_bytes: int
     peak_bytes: int
@@ -147,10 +151,12 @@ class ACReport:
         return f"<p>{summary}</p>{table_html(_HEADINGS, self._cells())}{remarks}"
 
     def _summary(self) -> list[str]:
-        stages = "no stages" if self.stage_bytes is None else f"stages of {size(self.stage_bytes)}"
+        how = "no stages" if self.stage_bytes is None else f"stages of {size(self.stage_bytes)}"
+        if self.budget_bytes is not None:
+            how = f"a budget of {size(self.budget_bytes)}, within {self.budget_gap:.1%} of the least time"
         step = "" if self.step_s is None else f" of a step of {duration(self.step_s)}"
         return [
-            f"Activation checkpointing on one device ({stages})",
+            f"Activation checkpointing on one device ({how})",
             f"  kept for backward {size(self.kept_bytes):>12}"
             f"   without AC {size(self.kept_without_ac_bytes):>12}",
             f"  predicted peak    {size(self.peak_bytes):>12}"
@@ -229,6 +235,8 @@ def make_report(
         notes=(*plan.notes, *(sharding.notes if sharding else ())),
         saved=tuple(_saved_value(facts, plan, i) for i in plan.saved),
         stage_bytes=plan.stage_bytes,
+        budget_bytes=plan.budget.budget_bytes if plan.budget else None,
+        budget_gap=plan.budget.gap if plan.budget else None,
         kept_bytes=kept_bytes,
         kept_without_ac_bytes=kept_without_ac_bytes,
         peak_bytes=peak_bytes,

@@ -48,23 +48,29 @@ class Settings:
             reshard_after_forward=self.reshard_after_forward,
         )
 
-    def lower(
-        self, joint: JointGraph, hints: ResolvedHints, plan: ShardingPlan
-    ) -> tuple[Recompute, Runner]:
-        """The shard pass, the recompute plan, the partition, and what runs."""
+    def recompute(self, joint: JointGraph, hints: ResolvedHints, plan: ShardingPlan) -> Recompute:
+        """The shard pass and the recompute plan on what it gives, its tags written."""
         backend = self.compile.backend
         local = apply_plan(joint, plan, self.mesh, decompositions(joint, backend))
-        local = run_user_passes(local, joint, backend)
-        recompute = plan_recompute(
-            local,
+        return plan_recompute(
+            run_user_passes(local, joint, backend),
             hints,
             self.ac,
             self.device,
             self.topology.links(self.mesh),
             self.reshard_after_forward,
         )
+
+    def lower(
+        self, joint: JointGraph, hints: ResolvedHints, plan: ShardingPlan
+    ) -> tuple[Recompute, Runner]:
+        """The recompute plan, the partition, and what runs."""
+        recompute = self.recompute(joint, hints, plan)
+        local = recompute.local
         with user_passes_done():
-            compiled = compile_local(joint, local.module, partition_by(recompute), backend)
+            compiled = compile_local(
+                joint, local.module, partition_by(recompute), self.compile.backend
+            )
         return recompute, make_runner(joint, local, plan, self.mesh, compiled, self.outputs)
 
     def lower_in_modes(

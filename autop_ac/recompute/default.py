@@ -12,6 +12,7 @@ named beside them.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -23,7 +24,7 @@ from ..graph.collect import follows_of, sides_of
 # the tags of others, and the budget annotation that lives in "custom"
 _DROPPED = ("recompute", "ac_graph_id", "has_backward_hook", "memory_budget", "custom")
 # cse would merge nodes and lose names; the others change the cut behind the user's back
-_PINNED = {
+PINNED: Mapping[str, object] = {
     "activation_memory_budget": 1.0,
     "aggressive_recomputation": False,
     "cse": False,
@@ -33,7 +34,10 @@ _PINNED = {
 
 
 def default_saved(
-    gm: fx.GraphModule, recomputed_names: frozenset[str], num_fwd_outputs: int
+    gm: fx.GraphModule,
+    recomputed_names: frozenset[str],
+    num_fwd_outputs: int,
+    settings: Mapping[str, object] = PINNED,
 ) -> frozenset[str]:
     """Names of the nodes that min-cut keeps from forward to backward; graph inputs are not named.
 
@@ -41,6 +45,7 @@ def default_saved(
         gm: joint graph; it is left as it is.
         recomputed_names: nodes marked for recompute beforehand (the all-gather contract).
         num_fwd_outputs: how many leading results are forward's.
+        settings: of functorch, in force during the cut.
     """
     budget = private.functorch_config.activation_memory_budget
     if budget != 1.0:
@@ -51,7 +56,7 @@ def default_saved(
             stacklevel=2,
         )
     copied, old_name = _copy(gm, recomputed_names)
-    with private.functorch_config.patch(**_PINNED), private.fake_mode_of(gm):
+    with private.functorch_config.patch(**settings), private.fake_mode_of(gm):
         forward, _ = private.min_cut_rematerialization_partition(
             copied, None, num_fwd_outputs=num_fwd_outputs
         )

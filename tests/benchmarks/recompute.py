@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from autop_ac.recompute.budget import budget_wishes  # noqa: E402
 from autop_ac.recompute.evaluate import Evaluator  # noqa: E402
 from autop_ac.recompute.stages import free_values  # noqa: E402
+from tests.benchmarks.quality import quality  # noqa: E402
 from tests.synthetic import transformer  # noqa: E402
 
 SIZES = (1_000, 5_000, 20_000, 80_000)
@@ -45,7 +46,7 @@ def scaling(sizes: tuple[int, ...] = SIZES) -> Iterator[dict[str, Any]]:
         }
 
 
-KINDS = {"scaling": scaling}
+KINDS = {"scaling": scaling, "quality": quality}
 
 
 def main() -> None:

@@ -196,7 +196,8 @@ class FlatForward(torch.nn.Module):
         kwargs: dict[str, Any] = {}
         for name, spread in self.keywords:
             kwargs.update(arguments[name] if spread else {name: arguments[name]})
-        out = self.model(*args, **kwargs)
+        # not by a call: hooks of the root run around the parallel module, as they do around this one
+        out = self.model.forward(*args, **kwargs)
         if self.loss_fn is None:
             return _cast(opened(out), self.output_dtype)
         return opened(self.loss_fn(_cast(out, self.output_dtype), *target))

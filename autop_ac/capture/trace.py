@@ -20,14 +20,24 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch as private
 from ..annotate import capturing, is_region_object
-from ..errors import CaptureError, ConfigError
+from ..errors import AutopACError, CaptureError, ConfigError
 from .calling import CallForm, Calling, FlatForward, call_form, noting_types
 from .joint import JointGraph, Port
 from .marks import take_marks
 from .names import source_line, user_name
 
 _MODEL = "model"  # where `FlatForward` keeps the user's model
-_DECOMPOSED = [torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss_backward]
+_aten = torch.ops.aten
+# with the whole number of elements in them, so that each device may compute its part
+_DECOMPOSED = [
+    _aten.nll_loss_forward,
+    _aten.nll_loss_backward,
+    _aten.mse_loss_backward,
+    _aten.smooth_l1_loss_backward,
+    _aten.huber_loss_backward,
+    _aten.soft_margin_loss_backward,
+    _aten.binary_cross_entropy_backward,
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +147,9 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
     try:
         with capturing(), noting_types() as output_types, torch.enable_grad():
             graph = private._dynamo_graph_capture_for_export(entry)(*tensors)
-    except (private.TorchDynamoException, AssertionError) as error:
+    except AutopACError:
+        raise
+    except Exception as error:  # Dynamo's own, and assertions of its export
         line = source_line(str(error)) or source_line(_user_frames(error))
         if is_region_object(str(error)):
             raise CaptureError(
@@ -289,8 +301,13 @@ def _exported(graph: torch.fx.GraphModule, tensors: list[Any], where: str) -> An
             return private.aot_export_joint_with_descriptors(
                 stack, graph, tuple(tensors), {}, decompositions=table
             )
-        except RuntimeError as error:
-            raise CaptureError(f"{where}: AOTAutograd cannot differentiate it. {error}") from error
+        except Exception as error:  # as many kinds as there are ways not to be traceable
+            line = source_line(str(error)) or source_line(_user_frames(error))
+            raise CaptureError(
+                f"{where}: AOTAutograd cannot trace it with its backward, at "
+                f"{line or 'an unknown line'}. Sizes that depend on values, changes of parameters and "
+                f"sparse tensors are what it often is: move that out of forward.\n{error}"
+            ) from error
 
 
 def _describe(

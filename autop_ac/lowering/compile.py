@@ -55,9 +55,14 @@ def compile_local(
     else:
         forward = partial(private.compile_fx_inner, is_backward=False)
         backward = partial(private.compile_fx_inner, is_backward=True)
-    return private.aot_compile_joint_with_descriptors(
-        descriptors, partition_fn=partition, fw_compiler=forward, bw_compiler=backward
-    )
+    # donated buffers would forbid a second backward (retain_graph); node by node they save nothing
+    donated = private.functorch_config.donated_buffer and backend == "inductor"
+    if not donated:
+        descriptors._aot_state.fw_metadata.bw_donated_idxs = []
+    with private.functorch_config.patch(donated_buffer=donated):
+        return private.aot_compile_joint_with_descriptors(
+            descriptors, partition_fn=partition, fw_compiler=forward, bw_compiler=backward
+        )
 
 
 def partition_by(recompute: Recompute) -> Partition:

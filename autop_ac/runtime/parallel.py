@@ -273,7 +273,15 @@ def _placed(
 
 def _distribute(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
     if tensor.device.type != "meta":
-        return distribute_tensor(tensor.to(mesh.device_type).contiguous(), mesh, placements)
+        given = tensor.to(mesh.device_type).contiguous()
+        made = distribute_tensor(given, mesh, placements)
+        own = made.to_local()
+        if own.untyped_storage().data_ptr() != given.untyped_storage().data_ptr():
+            return made
+        # a replicated tensor would be the model's own: training one would change the other
+        return DTensor.from_local(
+            own.clone(), mesh, placements, run_check=False, shape=made.size(), stride=made.stride()
+        )
     shape = local_shape(tensor.shape, mesh, placements)
     local = torch.empty(shape, dtype=tensor.dtype, device="meta")
     return DTensor.from_local(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.traceback import preserve_node_meta, set_current_meta
@@ -192,6 +193,8 @@ class _Sharder:
         if self.mesh is not None and draws_random(node):
             offset = rank_offset(self.mesh, choice.outputs)
         with self._recorded_as(node, origin=node.name), drawn_with_offset(offset):
+            if node.target is torch.ops.aten.view.default and not _is_viewable(*args):
+                args = (args[0].contiguous(), *args[1:])
             result = node.target(*args, **kwargs)
         self._check(node, result, choice.outputs)
         return result
@@ -199,7 +202,7 @@ class _Sharder:
     def _local_sizes(self, node: torch.fx.Node, args: Any, outputs: Any) -> Any:
         """Size arguments that speak of the output, scaled to its local shape."""
         where = private.sharding_propagator.op_to_shape_and_stride_idx.get(node.target)
-        value = node.meta["val"]
+        value = node.meta.get("val")  # an assertion gives nothing
         if self.mesh is None or outputs[0] is None or not isinstance(value, torch.Tensor):
             return args
         shape = local_shape(value.shape, self.mesh, outputs[0])
@@ -215,7 +218,9 @@ class _Sharder:
     def _check(self, node: torch.fx.Node, result: Any, outputs: Any) -> None:
         if self.mesh is None:
             return
-        values = node.meta["val"]
+        values = node.meta.get("val")
+        if values is None:
+            return
         single = isinstance(values, torch.Tensor)
         pairs = zip([values] if single else values, [result] if single else result, strict=True)
         for i, (value, got) in enumerate(pairs):
@@ -288,6 +293,17 @@ class _Recorded:
         self.current.__exit__(*exc)
         self.node.meta.clear()
         self.node.meta.update(self.before)
+
+
+def _is_viewable(value: torch.Tensor, shape: Any) -> bool:
+    """Whether a local tensor, whose strides need not be in the order of the global ones, has the view."""
+    # numpy's rule is the same, and a tensor made here would be recorded; one byte stands for all
+    layout = np.lib.stride_tricks.as_strided(np.empty(1, np.int8), value.shape, value.stride())
+    try:
+        layout.shape = tuple(shape)
+    except AttributeError:
+        return False
+    return True
 
 
 def _is_forward(node: torch.fx.Node) -> bool:

@@ -1,7 +1,7 @@
 """Rules of one mesh axis: DTensor's own, by whichever of its four ways an operator has, and ours.
 
 A row gives one placement per output and per tensor input. Only Partial("sum") and Partial("avg") are
-kept, and rows that are right for DTensor but not for plain local operators are left out (`_tidy`).
+kept, and rows that are right for DTensor but not for plain local operators are left out (`unsound`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch_sharding as private
 from .own_rules import OWN_RULES
+from .unsound import is_unsound
 
 Row = tuple[tuple[Placement | None, ...], tuple[Placement, ...]]  # outputs, inputs; one mesh axis
 
@@ -45,10 +46,12 @@ def axis_rows(op: Any, args: Any, kwargs: Any, outputs: Any, mesh: DeviceMesh) -
         rows = _decomposed_rows(op, args, kwargs, outputs, tensors, mesh)
     if rows is None:
         return None
-    return [r for r in (_tidy(op, row, outputs, tensors) for row in rows) if r is not None]
+    return [
+        r for r in (_tidy(op, args, kwargs, row, outputs, tensors) for row in rows) if r is not None
+    ]
 
 
-def _tidy(op: Any, row: Any, outputs: Any, tensors: Any) -> Row | None:
+def _tidy(op: Any, args: Any, kwargs: Any, row: Any, outputs: Any, tensors: Any) -> Row | None:
     """The row with plain placements in canonical form; None where we do not take it."""
     outs, ins = row
     if len(outs) != len(outputs) or len(ins) != len(tensors):
@@ -65,25 +68,9 @@ def _tidy(op: Any, row: Any, outputs: Any, tensors: Any) -> Row | None:
     clean_ins = [_plain(p, t.dim()) for p, t in zip(ins, tensors, strict=True)]
     if any(p is None for p in clean_ins):
         return None
-    if _is_random(op) and any(isinstance(p, Partial) for p in clean_ins):
+    if is_unsound(op, args, kwargs, tensors, clean_outs, clean_ins):  # type: ignore[arg-type]
         return None
-    if "nll_loss" in str(op) and Partial("avg") in clean_outs:
-        return None  # devices may ignore different numbers of targets
-    if "batch_norm" in str(op) and "no_training" not in str(op):
-        # local statistics are not those of the whole batch
-        if isinstance(clean_ins[0], Shard) and clean_ins[0].dim != 1:
-            return None
-        if any(isinstance(p, Partial) for p in [*clean_outs, *clean_ins]):
-            return None
-    if op in private.sharding_propagator.op_to_scalar_shape_adjuster:
-        # its scalar sizes speak of global shapes, and nothing adapts them
-        if not all(isinstance(p, Replicate) for p in clean_ins):
-            return None
     return tuple(clean_outs), tuple(clean_ins)  # type: ignore[arg-type]
-
-
-def _is_random(op: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def _plain(placement: Any, ndim: int) -> Placement | None:

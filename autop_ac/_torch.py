@@ -4,6 +4,8 @@ Each name was seen in torch 2.13.0. None has a public replacement yet; `torch.ex
 graph without descriptors, which is where to move once it carries them.
 """
 
+from typing import Any
+
 from torch._dynamo.comptime import comptime
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import TorchDynamoException
@@ -38,6 +40,28 @@ VIEW_OUTPUTS = (
     OutputType.alias_of_intermediate_base_is_user_output,
 )
 
+
+def changed_objects(context: Any) -> list[tuple[str, str]]:
+    """Objects from outside that the code traced so far changes: where Dynamo found each, and what.
+
+    Args:
+        context: what `comptime` hands to its function.
+
+    Returns:
+        The source as Dynamo writes it, and the attribute, or ``""`` for the content of a container.
+    """
+    effects = context._ComptimeContext__tx.output.side_effects
+    found = []
+    for variable in effects._get_modified_vars():
+        source = getattr(variable, "source", None)
+        kind = type(variable.mutation_type).__name__
+        if source is None or not kind.endswith("Existing"):
+            continue
+        names = list(effects.store_attr_mutations.get(variable, {})) or [""]
+        found += [(str(source.name), name) for name in names]
+    return found
+
+
 sharding_propagator = DTensor._op_dispatcher.sharding_propagator
 
 __all__ = [
@@ -59,6 +83,7 @@ __all__ = [
     "aot_compile_joint_with_descriptors",
     "aot_export_joint_with_descriptors",
     "comptime",
+    "changed_objects",
     "compile_lock",
     "compute_local_shape_and_global_offset",
     "make_fx",

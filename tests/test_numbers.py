@@ -203,3 +203,44 @@ class Reads(Indexes):
 def test_sizes_and_numbers_that_depend_on_values_are_refused_by_line(model):
     with pytest.raises(CaptureError, match=r"test_numbers\.py:\d+"):
         built(model(), lambda: torch.randn(4, 8))
+
+
+class Assigns(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.what, self.calls, self.seen = what, 0, []
+
+    def forward(self, x):
+        if self.what == "buffer":
+            self.mean = self.mean * 0.9 + x.mean(0)
+        elif self.what == "number":
+            self.calls += 1
+        elif self.what == "list":
+            self.seen.append(1)
+        else:
+            self.mean.mul_(0.9).add_(x.mean(0))
+        local = [1]
+        local.append(2)
+        return self.linear(x) * self.mean
+
+
+def test_a_buffer_that_is_assigned_is_refused_with_the_remedy():
+    with pytest.raises(CaptureError, match=r"assigns a buffer .* of Assigns.*`self\.name\.copy_"):
+        built(Assigns("buffer"), lambda: torch.randn(4, 8))
+
+
+@pytest.mark.parametrize(("what", "name"), [("number", "calls"), ("list", "seen")])
+def test_state_in_python_is_told_to_stay_behind(what, name):
+    with pytest.warns(UserWarning, match=f"what forward does to {name} in Python is done while"):
+        built(Assigns(what), lambda: torch.randn(4, 8))
+
+
+def test_a_buffer_changed_in_place_is_as_the_models():
+    model = Assigns("in place")
+    parallel = built(model, lambda: torch.randn(4, 8))
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        torch.testing.assert_close(parallel(x), model(x))
+    torch.testing.assert_close(parallel.mean.full_tensor(), model.mean)

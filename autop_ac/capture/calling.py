@@ -198,9 +198,11 @@ class FlatForward(torch.nn.Module):
             kwargs.update(arguments[name] if spread else {name: arguments[name]})
         # not by a call: hooks of the root run around the parallel module, as they do around this one
         out = self.model.forward(*args, **kwargs)
-        if self.loss_fn is None:
-            return _cast(opened(out), self.output_dtype)
-        return opened(self.loss_fn(_cast(out, self.output_dtype), *target))
+        if self.loss_fn is not None:
+            out = self.loss_fn(_cast(out, self.output_dtype), *target)
+        result = opened(out)
+        private.comptime(_note_changes)
+        return _cast(result, self.output_dtype) if self.loss_fn is None else result
 
 
 def _how_to_call(
@@ -262,24 +264,43 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-# the list of the trace that is under way in this thread
-_noted: ContextVar[list[type]] = ContextVar("autop_ac_output_types")
+@dataclass
+class Noted:
+    """What a trace tells beside its graph.
+
+    Attributes:
+        output_types: dataclasses that were taken apart, in order.
+        changes: what forward changes in objects of the model other than by operators on tensors:
+            ``"L['self']...layers.0"`` and the attribute, ``""`` for the content of a container.
+    """
+
+    output_types: list[type] = field(default_factory=list)
+    changes: list[tuple[str, str]] = field(default_factory=list)
+
+
+# of the trace that is under way in this thread
+_noted: ContextVar[Noted] = ContextVar("autop_ac_noted")
 
 
 @contextlib.contextmanager
-def noting_types() -> Iterator[list[type]]:
-    """While open, dataclasses that `opened` takes apart in a trace are appended to the list given."""
-    types: list[type] = []
-    token = _noted.set(types)
+def noting() -> Iterator[Noted]:
+    """While open, a trace of `FlatForward` fills what is given."""
+    noted = Noted()
+    token = _noted.set(noted)
     try:
-        yield types
+        yield noted
     finally:
         _noted.reset(token)
 
 
 def _note_type(context: Any) -> None:
     """Runs at trace time, in `opened`: the dataclass that is being taken apart."""
-    _noted.get().append(context.get_local("value").python_type())
+    _noted.get().output_types.append(context.get_local("value").python_type())
+
+
+def _note_changes(context: Any) -> None:
+    """Runs at trace time, at the end: Dynamo's list of what eager Python would have changed."""
+    _noted.get().changes[:] = private.changed_objects(context)
 
 
 def closed(value: Any, types: Iterator[type]) -> Any:

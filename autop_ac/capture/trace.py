@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .. import _torch as private
 from ..annotate import capturing, is_region_object
 from ..errors import AutopACError, CaptureError, ConfigError
-from .calling import CallForm, Calling, FlatForward, call_form, noting_types
+from .calling import CallForm, Calling, FlatForward, call_form, noting
 from .joint import JointGraph, Port
 from .marks import take_marks
-from .names import source_line, user_name
+from .names import module_path, source_line, user_name
 
 _MODEL = "model"  # where `FlatForward` keeps the user's model
 _aten = torch.ops.aten
@@ -145,7 +146,7 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
     tensors = [x for x in wanted.leaves if isinstance(x, torch.Tensor)]
     where = f"while capturing {type(model).__name__}"
     try:
-        with capturing(), noting_types() as output_types, torch.enable_grad():
+        with capturing(), noting() as noted, torch.enable_grad():
             graph = private._dynamo_graph_capture_for_export(entry)(*tensors)
     except AutopACError:
         raise
@@ -162,6 +163,7 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
             f"{where}: Dynamo cannot trace the model as one graph, at {line or 'an unknown line'}. "
             f"Remove what it names from forward, or move it out of the model.\n{error}"
         ) from error
+    _check_changes(noted.changes, wanted.model, where)
     names = _restore_dtypes(graph, wanted.originals, wanted.fake_mode)
     joint = _export_joint(graph, tensors, where)
     take_marks(joint.graph_module)
@@ -172,7 +174,7 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
         buffers=tuple(names.get(n, n) for n in joint.buffers_spec),
         form=wanted.form,
         leaves=wanted.leaves,
-        output_types=tuple(output_types),
+        output_types=tuple(noted.output_types),
     )
     ports = [Port("input", name, i) for i, name in enumerate(given)]
     return _describe(joint, names, ports, calling, _MODEL)
@@ -192,6 +194,33 @@ def differentiate(graph: torch.fx.GraphModule, inputs: Sequence[Port]) -> JointG
     joint = _export_joint(graph, values, "while compiling")
     take_marks(joint.graph_module)
     return _describe(joint, {}, inputs, None, "")
+
+
+def _check_changes(changes: Sequence[tuple[str, str]], model: torch.nn.Module, where: str) -> None:
+    """Tell of what forward changes in Python: it was done while tracing, once, and not in a call.
+
+    Raises:
+        CaptureError: a buffer is assigned.
+    """
+    told = []
+    for source, attribute in changes:
+        path = module_path({"": (source, None)}, prefix=_MODEL)
+        name = ".".join(part for part in (path, attribute) if part)
+        if name.rpartition(".")[2] in ("_buffers", "_parameters"):
+            owner = name.rpartition(".")[0] or type(model).__name__
+            raise CaptureError(
+                f"{where}: forward assigns a buffer or parameter of {owner}, and a graph cannot: write "
+                "into it, `self.name.copy_(...)` in place of `self.name = ...`"
+            )
+        told.append(name or "an object of the model")
+    if told:
+        warnings.warn(
+            f"{where}: what forward does to {', '.join(dict.fromkeys(told))} in Python is done while "
+            "tracing, once, and not in each call of the parallel module. Keep such state in a buffer, "
+            "changed in place, or outside of forward",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -71,7 +71,12 @@ class Settings:
             compiled = compile_local(
                 joint, local.module, partition_by(recompute), self.compile.backend
             )
-        return recompute, make_runner(joint, local, plan, self.mesh, compiled, self.outputs)
+        values = recompute.facts.values
+        read = [values[i] for i in recompute.plan.saved_inputs]
+        parameters = tuple(v.parameter for v in read if v.role == "parameter")
+        return recompute, make_runner(
+            joint, local, plan, self.mesh, compiled, self.outputs, parameters
+        )
 
     def lower_in_modes(
         self, wanted: Request, traced: JointGraph, plan: ShardingPlan, modes: Modes

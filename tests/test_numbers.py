@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
-from autop_ac import AutoParallel, CaptureError, fake_mesh, launch
+from autop_ac import AutoParallel, CaptureError, UsageError, fake_mesh, launch
 
 BATCH = 4
 
@@ -244,3 +244,19 @@ def test_a_buffer_changed_in_place_is_as_the_models():
         x = torch.randn(4, 8)
         torch.testing.assert_close(parallel(x), model(x))
     torch.testing.assert_close(parallel.mean.full_tensor(), model.mean)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_weight_that_is_changed_before_backward_is_refused_as_in_plain_pytorch(settings):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    parallel = built(model, lambda: torch.randn(4, 8), **settings)
+    for module, error in ((model, RuntimeError), (parallel, UsageError)):
+        loss = module(torch.randn(4, 8)).sum()
+        with torch.no_grad():
+            module[2].weight.mul_(5)
+        with pytest.raises(error, match="changed in place|modified by an inplace"):
+            loss.backward()
+        loss = module(torch.randn(4, 8)).sum()
+        with torch.no_grad():
+            module[2].bias.add_(1)  # which backward does not read
+        loss.backward()

@@ -37,6 +37,8 @@ class Runner:
         random_offset: added to the seed of a call so that ranks that hold different parts draw
             different numbers; None where the graph draws none.
         outputs: what is handed out.
+        read_in_backward: parameters that backward reads; autograd's own check of versions does not
+            see them, because in-place operators on a DTensor count on the DTensor alone.
     """
 
     compiled: Callable[..., Any]
@@ -45,6 +47,7 @@ class Runner:
     output_specs: tuple[tuple[DeviceMesh, tuple[Placement, ...], Any, Any], ...]
     random_offset: int | None = None
     outputs: Outputs = "local"
+    read_in_backward: tuple[str, ...] = ()
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         calling = self.calling
@@ -58,9 +61,30 @@ class Runner:
             with _forked_random(state):
                 torch.manual_seed(seed + self.random_offset)
                 out = self.compiled(*state, *tensors)
+        self._check_unchanged_in_backward(module, out)
         if self.outputs == "dtensor":
             out = self._handed_out(out)
         return closed(out, iter(calling.output_types))
+
+    def _check_unchanged_in_backward(self, module: torch.nn.Module, out: Any) -> None:
+        tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        differentiable = [t for t in tensors if t.grad_fn is not None]
+        if not differentiable:
+            return
+        read = {name: _lookup(module, name) for name in self.read_in_backward}
+        versions = {name: parameter._version for name, parameter in read.items()}
+
+        def check(_: torch.Tensor) -> None:
+            for name, parameter in read.items():
+                if parameter._version != versions[name]:
+                    raise UsageError(
+                        f"parameter {name} was changed in place after this forward, and its backward "
+                        f"reads it (version {versions[name]}, now {parameter._version}): call "
+                        "backward before the optimizer steps, or forward again"
+                    )
+
+        for tensor in differentiable:
+            tensor.register_hook(check)
 
     def _checked(self, index: int, leaf: Any) -> Any:
         expected = self.expected[index]
@@ -170,6 +194,7 @@ def make_runner(
     mesh: DeviceMesh,
     compiled: Callable[..., Any],
     outputs: Outputs,
+    read_in_backward: tuple[str, ...] = (),
 ) -> Runner:
     """Bind the compiled function to the shapes that it was made for."""
     calling = joint.calling
@@ -202,6 +227,7 @@ def make_runner(
         tuple(specs),
         random_offset(joint, local, plan, mesh),
         outputs,
+        read_in_backward,
     )
 
 

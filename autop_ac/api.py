@@ -20,7 +20,7 @@ from .capture.joint import JointGraph
 from .capture.trace import Request, capture, request
 from .config import ACConfig, CompileConfig, ac_config
 from .errors import ConfigError, UsageError
-from .graph.devices import DeviceSpec, Topology, find_device
+from .graph.devices import DeviceSpec, Topology, described_gpu, find_device
 from .recompute.hints import ResolvedHints, resolve_hints
 from .recompute.pareto import ParetoPoint
 from .recompute.pipeline import Recompute, pareto_of
@@ -78,6 +78,11 @@ class AutoParallel:
             )
         if not isinstance(mesh, DeviceMesh):
             raise ConfigError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh")
+        if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+            raise ConfigError(
+                f"mp_policy is {mp_policy!r}; give torch.distributed.fsdp.MixedPrecisionPolicy("
+                "param_dtype=..., reduce_dtype=...)"
+            )
         if dynamic:
             raise ConfigError("dynamic=True is not available yet; leave it False")
         self._model = model
@@ -88,7 +93,7 @@ class AutoParallel:
         self._loss_fn = loss_fn
         self._ac = ACConfig()
         self._compile = CompileConfig()
-        self._device: DeviceSpec = find_device("cpu") if mesh.device_type == "cpu" else _this_gpu()
+        self._device: DeviceSpec | None = None  # the one at hand
         self._topology: Topology | None = None
         self._constraints = Constraints()
         self._state: Literal["new", "open", "closed"] = "new"
@@ -116,7 +121,12 @@ class AutoParallel:
     ) -> Self:
         """Describe the device, by name or by `DeviceSpec`, and the links between devices."""
         if device is not None:
-            self._device = find_device(device) if isinstance(device, str) else device
+            self._device = find_device(device)
+        if topology is not None and len(topology.link_bandwidth) != self._mesh.ndim:
+            raise ConfigError(
+                f"topology describes {len(topology.link_bandwidth)} axes; the mesh has "
+                f"{self._mesh.ndim}, give one number for each"
+            )
         self._topology = topology
         return self
 
@@ -230,8 +240,11 @@ class AutoParallel:
 
     def _settings(self, outputs: Outputs = "local") -> Settings:
         topology = self._topology or Topology.from_mesh_shape(tuple(self._mesh.shape))
+        device = self._device
+        if device is None:
+            device = find_device("cpu") if self._mesh.device_type == "cpu" else _this_gpu()
         return Settings(
-            self._mesh, self._ac, self._compile, self._device, topology,
+            self._mesh, self._ac, self._compile, device, topology,
             self._mp_policy, self._reshard, outputs,
         )  # fmt: skip
 
@@ -249,6 +262,9 @@ class AutoParallel:
         if outputs not in ("local", "dtensor"):
             raise ConfigError(f'outputs={outputs!r}: give "local" or "dtensor"')
         joint = self._open_joint("apply_placement")
+        nodes = {n.name for n in joint.module.graph.nodes if n.op == "placeholder"}
+        if not nodes <= set(plan.choices):
+            raise UsageError("the plan is for another model: it has no placement for all inputs")
         if plan.mesh_shape != tuple(self._mesh.shape):
             raise UsageError(f"the plan is for mesh {plan.mesh_shape}, not {self._mesh.shape}")
         assert self._hints is not None and self._request is not None
@@ -262,7 +278,7 @@ class AutoParallel:
         def in_modes(modes: Modes) -> Runner:
             return settings.lower_in_modes(wanted, joint, plan, modes)
 
-        runners = Runners(modes_of(self._model), runner, in_modes)
+        runners = Runners(modes_of(wanted.model), runner, in_modes)
         return make_parallel(self._model, plan, self._mesh, runners)
 
     def parallelize(
@@ -275,6 +291,10 @@ class AutoParallel:
             outputs: as for `add_output_constraints`, or "dtensor" to get DTensors.
             parameter_memory: as `high` of `add_parameter_memory_constraint`; None for no bound.
         """
+        if isinstance(outputs, str) and outputs not in ("local", "dtensor"):
+            raise ConfigError(
+                f'outputs={outputs!r}: give placements of each output, "local" or "dtensor"'
+            )
         handed: Outputs = "dtensor" if outputs == "dtensor" else "local"
         with self:
             if inputs is not None:
@@ -330,7 +350,13 @@ class NodeConstraints:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(f"no node {name!r} in the captured graph; nearest: {nearest}")
-        nodes = {**owner._constraints.nodes, name: tuple(placement)}
+        given = (placement,) if isinstance(placement, Placement) else tuple(placement)
+        if len(given) != owner._mesh.ndim or not all(isinstance(p, Placement) for p in given):
+            raise ConfigError(
+                f"node constraint {placement!r}: the mesh has {owner._mesh.ndim} axes, give one "
+                "placement for each"
+            )
+        nodes = {**owner._constraints.nodes, name: given}
         owner._constrain("add_node_constraint", nodes=nodes)
 
 
@@ -346,7 +372,7 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 def _this_gpu() -> DeviceSpec:
     if not torch.cuda.is_available():
         return find_device("H100")
-    return find_device(torch.cuda.get_device_name())
+    return described_gpu(torch.cuda.get_device_name())
 
 
 def auto_parallel(

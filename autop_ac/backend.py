@@ -15,7 +15,7 @@ from .capture.joint import Port
 from .capture.trace import differentiate
 from .config import ACConfig, CompileConfig, ac_config
 from .errors import UsageError
-from .graph.devices import DeviceSpec, find_device
+from .graph.devices import DeviceSpec, described_gpu, find_device
 from .lowering.compile import compile_local, decompositions, partition_by
 from .lowering.hooks import run_user_passes, user_passes_done
 from .recompute.hints import resolve_hints
@@ -108,7 +108,7 @@ def backend(
     Raises:
         ConfigError: a setting is out of range.
     """
-    described = find_device(device) if isinstance(device, str) else device
+    described = None if device is None else find_device(device)
     return ACBackend(ac_config(config, settings), CompileConfig(compile), described)
 
 
@@ -136,4 +136,4 @@ def _ports(gm: torch.fx.GraphModule) -> list[Port]:
 def _device_of(gm: torch.fx.GraphModule) -> DeviceSpec:
     values = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
     types = {v.device.type for v in values if isinstance(v, torch.Tensor)}
-    return find_device(torch.cuda.get_device_name()) if "cuda" in types else find_device("cpu")
+    return described_gpu(torch.cuda.get_device_name()) if "cuda" in types else find_device("cpu")

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from .agree import check_same, from_first_rank
 from .capture.joint import JointGraph
 from .capture.trace import Request, capture
 from .config import ACConfig, CompileConfig
 from .graph.devices import DeviceSpec, Topology
+from .graph.liveness import backward_order, forward_order
 from .lowering.compile import compile_local, decompositions, partition_by
 from .lowering.hooks import run_user_passes, user_passes_done
 from .recompute.hints import ResolvedHints, resolve_hints
 from .recompute.pipeline import Recompute, plan_recompute
-from .runtime.parallel import Modes, Outputs, Runner, make_runner
+from .runtime.parallel import Modes, Outputs, Runner, make_runner, placed_state
 from .sharding.apply import apply_plan
 from .sharding.constraints import Constraints
 from .sharding.plan import Placements, ShardingPlan
@@ -38,14 +42,18 @@ class Settings:
 
     def search(self, joint: JointGraph, constraints: Constraints) -> ShardingPlan:
         """The placement of every tensor that takes least time within the constraints."""
-        return search(
-            joint,
+        check_same(self.mesh, "the captured graph", _fingerprint(joint))
+        return from_first_rank(
             self.mesh,
-            constraints,
-            device=self.device,
-            topology=self.topology,
-            reduce_dtype=self.mp_policy.reduce_dtype if self.mp_policy else None,
-            reshard_after_forward=self.reshard_after_forward,
+            lambda: search(
+                joint,
+                self.mesh,
+                constraints,
+                device=self.device,
+                topology=self.topology,
+                reduce_dtype=self.mp_policy.reduce_dtype if self.mp_policy else None,
+                reshard_after_forward=self.reshard_after_forward,
+            ),
         )
 
     def recompute(self, joint: JointGraph, hints: ResolvedHints, plan: ShardingPlan) -> Recompute:
@@ -59,6 +67,7 @@ class Settings:
             self.device,
             self.topology.links(self.mesh),
             self.reshard_after_forward,
+            partial(from_first_rank, self.mesh),
         )
 
     def lower(
@@ -66,6 +75,7 @@ class Settings:
     ) -> tuple[Recompute, Runner]:
         """The recompute plan, the partition, and what runs."""
         recompute = self.recompute(joint, hints, plan)
+        check_same(self.mesh, "the order of collectives", _collectives(recompute))
         local = recompute.local
         with user_passes_done():
             compiled = compile_local(
@@ -88,17 +98,40 @@ class Settings:
             modes: whether each module is in training mode.
         """
         joint = capture(wanted, modes)
+        inputs, outputs = _by_index(plan, traced, "input"), _outputs(plan, traced)
+        given = sum(p is not None and p.kind == "output" for p in joint.results)
+        nodes = {}
+        for node in joint.module.graph.find_nodes(op="placeholder"):
+            port = joint.placeholders[node.name]
+            if port.kind in ("parameter", "buffer"):
+                nodes[node.name] = placed_state(plan, self.mesh, port, node.meta["val"])
         constraints = Constraints(
-            inputs=_by_index(plan, traced, "input"),
-            outputs=_outputs(plan, traced),
-            nodes={
-                name: plan.parameters[port.name]
-                for name, port in joint.placeholders.items()
-                if port.kind in ("parameter", "buffer") and port.name in plan.parameters
-            },
+            inputs=inputs,
+            # another number of outputs has no placements to keep
+            outputs=outputs if given == len(outputs) else None,
+            nodes=nodes,
         )
         hints = resolve_hints(joint.module, joint.placeholders, joint.module_prefix)
         return self.lower(joint, hints, self.search(joint, constraints))[1]
+
+
+def _fingerprint(joint: JointGraph) -> str:
+    """The captured graph in short: operators, what they read, shapes."""
+    lines = []
+    for node in joint.module.graph.nodes:
+        value = node.meta.get("val")
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        lines.append(f"{node.name} {node.target} {node.args} {node.kwargs} {shape}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _collectives(recompute: Recompute) -> str:
+    """Collectives in the order in which forward and backward run them, in short."""
+    facts, saved = recompute.facts, recompute.plan.saved
+    order = (*forward_order(facts, saved), *backward_order(facts, saved))
+    run = [facts.values[i] for i in order if facts.values[i].collective]
+    lines = [f"{v.op} {v.axis} {v.parameter} {v.serves} {v.dtype}" for v in run]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _by_index(plan: ShardingPlan, joint: JointGraph, kind: str) -> tuple[Placements | None, ...]:

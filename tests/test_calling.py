@@ -50,7 +50,7 @@ def parallelized(model, inputs, **options):
         ForwardInputs((X, None), {"scale": 3.0, "residual": True}),
         ForwardInputs((X,), {"scale": 2, "mask": Y}),
     ],
-    ids=str,
+    ids=["x", "x none", "x mask", "mask by name", "all by name", "keywords", "mixed"],
 )
 def test_arguments_by_position_by_name_and_left_out_give_what_the_model_gives(inputs):
     model = Scaled()

@@ -169,6 +169,12 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
     take_marks(joint.graph_module)
     paired = zip(wanted.form.names, wanted.leaves, strict=True)
     given = [name for name, leaf in paired if isinstance(leaf, torch.Tensor)]
+    if lost := [n for n in (*joint.params_spec, *joint.buffers_spec) if n not in names]:
+        raise CaptureError(
+            f"{where}: the model holds tensors that are no parameters and no buffers "
+            f"({', '.join(n.partition('model_')[2] or n for n in lost)}): register each with "
+            "register_buffer, so that it is placed and moved with the module"
+        )
     calling = Calling(
         parameters=tuple(names.get(n, n) for n in joint.params_spec),
         buffers=tuple(names.get(n, n) for n in joint.buffers_spec),

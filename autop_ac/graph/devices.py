@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -61,7 +62,7 @@ DEVICES: Mapping[str, DeviceSpec] = {
 }
 
 
-def find_device(name: str | DeviceSpec) -> DeviceSpec:
+def find_device(name: object) -> DeviceSpec:
     """The described device of that name.
 
     Raises:
@@ -77,6 +78,16 @@ def find_device(name: str | DeviceSpec) -> DeviceSpec:
             "memory_bandwidth=300e9, memory_bytes=24 * 2**30)"
         )
     return found
+
+
+def described_gpu(name: str) -> DeviceSpec:
+    """The described device that a vendor's name is of: ``"NVIDIA H100 80GB HBM3"`` is an H100.
+
+    Raises:
+        ConfigError: none of its words is the name of a described device.
+    """
+    words = re.split(r"[^A-Za-z0-9]+", name)
+    return find_device(next((known for known in DEVICES if known in words), name))
 
 
 @dataclass(frozen=True, slots=True)

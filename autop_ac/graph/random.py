@@ -26,7 +26,7 @@ from .. import _torch_random as private
 from .collect import draws_random
 
 # of the operator that is being recorded
-_offset: ContextVar[int] = ContextVar("autop_ac_random_offset", default=0)
+_offset: ContextVar[int | None] = ContextVar("autop_ac_random_offset", default=None)
 
 
 @torch.library.custom_op("autop_ac::draw", mutates_args=())
@@ -55,8 +55,8 @@ def _(
 
 
 @contextmanager
-def drawn_with_offset(offset: int) -> Iterator[None]:
-    """While open, seeds that are recorded get `offset` added."""
+def drawn_with_offset(offset: int | None) -> Iterator[None]:
+    """While open, seeds that are recorded get `offset` added: 0 too, so that ranks record one graph."""
     token = _offset.set(offset)
     try:
         yield
@@ -111,7 +111,8 @@ def _draws(inductor: bool) -> dict[Any, Callable[..., Any]]:
     def seed(device: Any) -> Any:
         where = device if inductor else torch.device("cpu")
         drawn = private.lookup_seed(private.seeds(1, where), 0)
-        return drawn + _offset.get() if _offset.get() else drawn
+        offset = _offset.get()
+        return drawn if offset is None else drawn + offset
 
     def floating(
         mode: str, size: Any, *, dtype: Any = None, device: Any = None, layout: Any = None,

@@ -32,10 +32,14 @@ def decompositions(joint: JointGraph, backend: Backend) -> Mapping[Any, Callable
     """
     table = private.select_decomp_table()
     inductor = backend == "inductor"
-    known = table if inductor else {}
-    if private.inductor_config.fallback_random and inductor:
-        return known
-    return {**known, **random_decompositions(joint.module.graph, table, inductor)}
+    seeded = random_decompositions(joint.module.graph, table, inductor)
+    if not inductor:
+        return seeded
+    if private.inductor_config.fallback_random:
+        return table
+    if not seeded:  # some operator draws by itself, and so do all: left to PyTorch's kernels
+        return {op: fn for op, fn in table.items() if not private.is_seeded(op)}
+    return {**table, **seeded}
 
 
 def compile_local(
@@ -53,8 +57,8 @@ def compile_local(
     if backend == "eager":
         forward = backward = private.boxed_nop_preserve_node_meta
     else:
-        forward = partial(private.compile_fx_inner, is_backward=False)
-        backward = partial(private.compile_fx_inner, is_backward=True)
+        forward = partial(_inductor, is_backward=False)
+        backward = partial(_inductor, is_backward=True)
     # donated buffers would forbid a second backward (retain_graph); node by node they save nothing
     donated = private.functorch_config.donated_buffer and backend == "inductor"
     if not donated:
@@ -63,6 +67,16 @@ def compile_local(
         return private.aot_compile_joint_with_descriptors(
             descriptors, partition_fn=partition, fw_compiler=forward, bw_compiler=backward
         )
+
+
+def _inductor(gm: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    # what still draws from the generator here was left to PyTorch's own kernels
+    native = any(private.is_seeded(n.target) and n.target is not private.seeds
+                 for n in gm.graph.nodes)  # fmt: skip
+    if not native:
+        return private.compile_fx_inner(gm, inputs, **options)
+    with private.inductor_config.patch(fallback_random=True):
+        return private.compile_fx_inner(gm, inputs, **options)
 
 
 def partition_by(recompute: Recompute) -> Partition:

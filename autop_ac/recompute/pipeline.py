@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -46,11 +47,13 @@ def plan_recompute(
     device: DeviceSpec,
     links: Mapping[str, Link],
     reshard_after_forward: bool,
+    agree: Callable[[Callable[[], Any]], Any] = lambda decide: decide(),
 ) -> Recompute:
     """Decide, write the tags on `local`, and predict; the plan is frozen from here on.
 
     Args:
         device: for predicted times and the budget "device".  links: by mesh axis, none on one device.
+        agree: gives what its argument gives on the first rank.
     """
     facts = collect_facts(
         local.module,
@@ -59,29 +62,90 @@ def plan_recompute(
         local.num_forward_outputs,
         lambda node: fx_node_time_s(node, device, links),
     )
-    facts = _with_optimizer(facts, config.optimizer)
+    trained = {p.name for p in local.results if p is not None and p.kind == "gradient"}
+    facts = _with_optimizer(facts, config.optimizer, trained)
     contract = parameter_chains(facts)
     names = (
         frozenset(facts.values[i].name for i in contract) if reshard_after_forward else frozenset()
     )
-    kept = default_saved(local.module, names, local.num_forward_outputs)
-    default = frozenset(v.index for v in facts.values if v.name in kept)
-    settle = partial(
-        decide,
-        facts,
-        contract=contract,
-        default_saved=default,
-        reshard_after_forward=reshard_after_forward,
-    )
+    keys = _keys(facts)
     hinted = wishes_for_values(facts, hints)
-    off = settle(hints=hinted, rules={}, auto={}, enable=False)
-    if not config.enable:
-        return _finish(local, facts, off, off, None, hints.messages)
-    rules, rule_notes = rule_wishes(facts, config, hints.catalog)
-    without_auto = settle(hints=hinted, rules=rules, auto={})
-    notes = (*hints.messages, *rule_notes)
-    if config.stage_bytes is None and config.stage_size != "auto":
-        return _finish(local, facts, without_auto, off, None, notes)
+    rules, rule_notes = rule_wishes(facts, config, hints.catalog) if config.enable else ({}, ())
+    settle = partial(
+        decide, facts, contract=contract, hints=hinted, reshard_after_forward=reshard_after_forward
+    )
+
+    def decide_here() -> _Automatic:
+        kept = default_saved(local.module, names, local.num_forward_outputs)
+        default = frozenset(v.index for v in facts.values if v.name in kept)
+        made = _automatic(facts, config, device, partial(settle, default_saved=default), rules)
+        return replace(made, default=frozenset(keys[i] for i in default)).keyed(keys)
+
+    # sizes of uneven shards differ from rank to rank, and so might what is decided by them
+    agreed = agree(decide_here).at(keys)
+    settle = partial(settle, default_saved=agreed.default)
+    off = settle(rules={}, auto={}, enable=False)
+    decisions = off
+    if config.enable:
+        decisions = settle(rules=rules, auto=agreed.auto, given_up=agreed.given_up)
+    notes = (*hints.messages, *rule_notes, *agreed.notes)
+    return _finish(local, facts, decisions, off, agreed.stage_bytes, notes, agreed.budget)
+
+
+Key = tuple[str, str, str, int]
+
+
+def _keys(facts: Facts) -> tuple[Key, ...]:
+    """A name of each value that is the same on every rank, whose graphs differ in pads of parameters."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    keys = []
+    for value in facts.values:
+        what = (value.origin, value.serves, value.op)
+        keys.append((*what, counts[what]))
+        counts[what] += 1
+    return tuple(keys)
+
+
+@dataclass(frozen=True)
+class _Automatic:
+    """What is decided by sizes, by index of value, or by key on the way to other ranks."""
+
+    default: frozenset[Any]
+    auto: Mapping[Any, Wish]
+    given_up: tuple[Any, ...] = ()
+    stage_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+    budget: BudgetResult | None = None
+
+    def keyed(self, keys: tuple[Key, ...]) -> _Automatic:
+        """Indices replaced by keys, but for `default`, which has them."""
+        auto = {keys[i]: wish for i, wish in self.auto.items()}
+        return replace(self, auto=auto, given_up=tuple(keys[i] for i in self.given_up))
+
+    def at(self, keys: tuple[Key, ...]) -> _Automatic:
+        """Keys replaced by the indices that they have here; what is not here is left out."""
+        index = {key: i for i, key in enumerate(keys)}
+        return replace(
+            self,
+            default=frozenset(index[k] for k in self.default if k in index),
+            auto={index[k]: wish for k, wish in self.auto.items() if k in index},
+            given_up=tuple(index[k] for k in self.given_up if k in index),
+        )
+
+
+def _automatic(
+    facts: Facts,
+    config: ACConfig,
+    device: DeviceSpec,
+    settle: Callable[..., Mapping[int, Decision]],
+    rules: Mapping[int, tuple[Wish, ...]],
+) -> _Automatic:
+    """Stages or a budget, for what nobody above has decided."""
+    nothing = _Automatic(frozenset(), {})
+    staging = config.stage_bytes is not None or config.stage_size == "auto"
+    if not config.enable or not (staging or config.budget is not None):
+        return nothing
+    without_auto = settle(rules=rules, auto={})
     decided = {i: d for i, d in without_auto.items() if d.origin < Origin.AUTO}
     fixed = {i: d.action for i, d in decided.items() if not d.prefer}
     preferred = {
@@ -89,27 +153,40 @@ def plan_recompute(
         for i, d in decided.items()
         if d.prefer and root_of(facts, i) == i
     }
+
+    def told(given_up: tuple[int, ...]) -> tuple[str, ...]:
+        return (preference_note(facts, preferred, given_up),) if given_up else ()
+
     if config.budget is not None:
         limit = _budget_bytes(facts, config.budget, settle, device)
         auto, result = budget_wishes(facts, limit, fixed, preferred)
-        decisions = settle(hints=hinted, rules=rules, auto=auto, given_up=result.given_up)
-        if result.given_up:
-            notes = (*notes, preference_note(facts, preferred, result.given_up))
-        return _finish(local, facts, decisions, off, None, notes, result)
+        return replace(
+            nothing,
+            auto=auto,
+            given_up=tuple(result.given_up),
+            notes=told(result.given_up),
+            budget=result,
+        )
 
-    def staged(stage_bytes: int | None) -> tuple[Mapping[int, Decision], tuple[str, ...]]:
-        auto, given_up, stage_notes = yielding_stages(facts, stage_bytes, fixed, preferred)
-        if given_up:
-            stage_notes = (*stage_notes, preference_note(facts, preferred, given_up))
-        decisions = settle(hints=hinted, rules=rules, auto=auto, given_up=given_up)
-        return decisions, stage_notes
+    def staged(stage_bytes: int | None) -> _Automatic:
+        auto, given_up, notes = yielding_stages(facts, stage_bytes, fixed, preferred)
+        return replace(
+            nothing,
+            auto=auto,
+            given_up=tuple(given_up),
+            stage_bytes=stage_bytes,
+            notes=(*notes, *told(given_up)),
+        )
+
+    def peak_bytes(stage_bytes: int | None) -> int:
+        made = staged(stage_bytes)
+        decisions = settle(rules=rules, auto=made.auto, given_up=made.given_up)
+        return _profile(facts, decisions)[1].peak_bytes
 
     size = config.stage_bytes
     if size is None:
-        bound = {i: d.action for i, d in decided.items()}
-        size = auto_stage_bytes(facts, lambda b: _profile(facts, staged(b)[0])[1].peak_bytes, bound)
-    decisions, stage_notes = staged(size)
-    return _finish(local, facts, decisions, off, size, (*notes, *stage_notes))
+        size = auto_stage_bytes(facts, peak_bytes, {i: d.action for i, d in decided.items()})
+    return staged(size)
 
 
 def pareto_of(recompute: Recompute, depth: int = 3) -> tuple[ParetoPoint, ...]:
@@ -123,10 +200,11 @@ def pareto_of(recompute: Recompute, depth: int = 3) -> tuple[ParetoPoint, ...]:
     return pareto(recompute.facts, fixed, depth=depth)
 
 
-def _with_optimizer(facts: Facts, optimizer: str | None) -> Facts:
-    """Optimizer state counts as parameters do: it is alive throughout."""
+def _with_optimizer(facts: Facts, optimizer: str | None, trained: Collection[str]) -> Facts:
+    """Optimizer state of what gets a gradient counts as parameters do: it is alive throughout."""
     copies = OPTIMIZER_COPIES[optimizer] if optimizer else 0
-    held = {s for v in facts.values if v.role == "parameter" for s in v.storages}
+    parameters = [v for v in facts.values if v.role == "parameter" and v.parameter in trained]
+    held = {s for v in parameters for s in v.storages}
     state = copies * sum(facts.storage_bytes[s] for s in held)
     return replace(facts, parameter_bytes=facts.parameter_bytes + state)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from ..capture.calling import Calling, closed
-from ..capture.joint import JointGraph
+from ..capture.joint import JointGraph, Port
 from ..capture.names import user_name
 from ..errors import UsageError
 from ..graph.random import draws_from_seeds, random_nodes, rank_offset, sharded_axes
@@ -39,6 +39,7 @@ class Runner:
         outputs: what is handed out.
         read_in_backward: parameters that backward reads; autograd's own check of versions does not
             see them, because in-place operators on a DTensor count on the DTensor alone.
+        trained: parameters that get a gradient.
     """
 
     compiled: Callable[..., Any]
@@ -48,12 +49,21 @@ class Runner:
     random_offset: int | None = None
     outputs: Outputs = "local"
     read_in_backward: tuple[str, ...] = ()
+    trained: frozenset[str] = frozenset()
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         calling = self.calling
         leaves = [self._checked(i, x) for i, x in enumerate(calling.form.flatten(args, kwargs))]
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        state = [_local(_lookup(module, n)) for n in (*calling.parameters, *calling.buffers)]
+        held = {n: _lookup(module, n) for n in (*calling.parameters, *calling.buffers)}
+        if torch.is_grad_enabled():
+            for n in calling.parameters:
+                if held[n].requires_grad and n not in self.trained:
+                    raise UsageError(
+                        f"parameter {n} requires a gradient now and did not when the model was "
+                        "captured, so the graph has none: capture it again"
+                    )
+        state = [_local(t) for t in held.values()]
         if self.random_offset is None:
             out = self.compiled(*state, *tensors)
         else:
@@ -96,7 +106,15 @@ class Runner:
                     "part of the graph. Capture it again for another value"
                 )
             return leaf
+        if isinstance(leaf, DTensor):
+            leaf = leaf.redistribute(expected.mesh, expected.placements)
         value = _local(leaf)
+        if torch.is_grad_enabled() and getattr(value, "requires_grad", False):
+            if not expected.requires_grad:
+                raise UsageError(
+                    f"input {name} requires a gradient, and that of input_fn did not, so the graph has "
+                    "none: give it requires_grad=True there"
+                )
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(leaf).__name__
         if shape != expected.shape or value.dtype != expected.dtype:
             raise UsageError(
@@ -126,6 +144,9 @@ class _Expected:
     stride: tuple[int, ...]
     dtype: torch.dtype
     global_shape: tuple[int, ...]
+    requires_grad: bool
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
 
     def laid_out(self, value: torch.Tensor) -> torch.Tensor:
         """The value in the layout that the graph was traced with."""
@@ -202,6 +223,8 @@ def make_runner(
     ports = [local.placeholders[n.name] for n in placeholders]
     values = {p.index: n.meta["val"] for n, p in zip(placeholders, ports, strict=True)
               if p.kind == "input"}  # fmt: skip
+    inputs = {p.index: name for name, p in joint.placeholders.items() if p.kind == "input"}
+    trained = frozenset(p.name for p in joint.results if p is not None and p.kind == "gradient")
     expected: list[Any] = []
     index = 0
     for leaf in calling.leaves:
@@ -210,7 +233,18 @@ def make_runner(
             continue
         part = values[index]
         shape, stride = tuple(part.shape), tuple(part.stride())
-        expected.append(_Expected(shape, stride, leaf.dtype, tuple(leaf.shape)))
+        where = plan.choices[inputs[index]].outputs[0] or ()
+        expected.append(
+            _Expected(
+                shape,
+                stride,
+                leaf.dtype,
+                tuple(leaf.shape),
+                leaf.requires_grad,
+                mesh,
+                tuple(where),
+            )
+        )
         index += 1
     output = joint.module.graph.output_node()
     nodes = [r for r in output.args[0] if isinstance(r, torch.fx.Node)]
@@ -228,6 +262,7 @@ def make_runner(
         random_offset(joint, local, plan, mesh),
         outputs,
         read_in_backward,
+        trained,
     )
 
 
@@ -268,11 +303,12 @@ def make_parallel(
     """
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        placements = _placed(plan.parameters, user_name(name), parameter, mesh)
+        port = Port("parameter", user_name(name))
+        placements = placed_state(plan, mesh, port, parameter)
         sharded = _distribute(parameter.detach(), mesh, placements)
         memo[id(parameter)] = torch.nn.Parameter(sharded, parameter.requires_grad)
     for name, buffer in model.named_buffers():
-        placements = plan.parameters.get(user_name(name), (Replicate(),) * mesh.ndim)
+        placements = placed_state(plan, mesh, Port("buffer", user_name(name)), buffer)
         memo[id(buffer)] = _distribute(buffer.detach(), mesh, placements)
     parallel = copy.deepcopy(model, memo)
     base = type(parallel)
@@ -288,26 +324,24 @@ def make_parallel(
     return parallel
 
 
-def _placed(
-    known: Mapping[str, tuple[Placement, ...]], name: str, tensor: torch.Tensor, mesh: DeviceMesh
+def placed_state(
+    plan: ShardingPlan, mesh: DeviceMesh, port: Port, tensor: torch.Tensor
 ) -> tuple[Placement, ...]:
-    """The plan's placement; a parameter that forward does not use is sharded on its first dim."""
-    if name in known:
-        return known[name]
-    return tuple(Shard(0) if tensor.dim() else Replicate() for _ in range(mesh.ndim))
+    """The plan's placement of a parameter or buffer; of what its graph does not read, one of ours.
+
+    Such a parameter is sharded on its first dim where that divides, such a buffer replicated.
+    """
+    if port.name in plan.parameters:
+        return plan.parameters[port.name]
+    whole = port.kind == "buffer" or not tensor.dim() or tensor.shape[0] % mesh.size()
+    return tuple(Replicate() if whole else Shard(0) for _ in range(mesh.ndim))
 
 
 def _distribute(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
     if tensor.device.type != "meta":
-        given = tensor.to(mesh.device_type).contiguous()
-        made = distribute_tensor(given, mesh, placements)
-        own = made.to_local()
-        if own.untyped_storage().data_ptr() != given.untyped_storage().data_ptr():
-            return made
-        # a replicated tensor would be the model's own: training one would change the other
-        return DTensor.from_local(
-            own.clone(), mesh, placements, run_check=False, shape=made.size(), stride=made.stride()
-        )
+        # a copy: a replicated tensor would be the model's own, and other ranks are written rank 0's into
+        given = tensor.to(mesh.device_type).clone(memory_format=torch.contiguous_format)
+        return distribute_tensor(given, mesh, placements)
     shape = local_shape(tensor.shape, mesh, placements)
     local = torch.empty(shape, dtype=tensor.dtype, device="meta")
     return DTensor.from_local(

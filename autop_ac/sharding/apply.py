@@ -29,7 +29,7 @@ from ..capture.joint import JointGraph, Port
 from ..capture.names import module_path, source_line
 from ..errors import AutopACError
 from ..graph.collect import draws_random
-from ..graph.random import drawn_with_offset, rank_offset
+from ..graph.random import drawn_with_offset, rank_offset, sharded_axes
 from .plan import Choice, Placements, ShardingPlan
 
 _TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
@@ -189,8 +189,8 @@ class _Sharder:
 
         args, kwargs = pytree.tree_map(local, (tuple(node.args), dict(node.kwargs)))
         args = self._local_sizes(node, args, choice.outputs)
-        offset = 0
-        if self.mesh is not None and draws_random(node):
+        offset = None
+        if self.mesh is not None and draws_random(node) and sharded_axes(choice.outputs):
             offset = rank_offset(self.mesh, choice.outputs)
         with self._recorded_as(node, origin=node.name), drawn_with_offset(offset):
             if node.target is torch.ops.aten.view.default and not _is_viewable(*args):

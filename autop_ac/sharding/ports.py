@@ -132,6 +132,9 @@ def result_groups(
             "mutation": ("buffer", port.name),
             "input_gradient": ("input", port.index),
         }.get(port.kind)
+        if port.kind == "mutation" and owner not in holder:
+            owner = next((("input", p.index) for p in joint.placeholders.values()
+                          if p.kind == "input" and p.name == port.name), None)  # fmt: skip
         if owner in holder:
             groups.append((draft.group_of[holder[owner]], -1))
             continue

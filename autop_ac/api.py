@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -25,7 +26,7 @@ from .recompute.hints import ResolvedHints, resolve_hints
 from .recompute.pareto import ParetoPoint
 from .recompute.pipeline import Recompute, pareto_of
 from .report.build import ACReport, build_report
-from .runtime.parallel import Modes, Outputs, Runner, Runners, make_parallel, modes_of
+from .runtime.parallel import Modes, Outputs, Runner, Runners, make_parallel
 from .sharding.constraints import Constraints
 from .sharding.plan import ShardingPlan
 
@@ -262,9 +263,12 @@ class AutoParallel:
         if outputs not in ("local", "dtensor"):
             raise ConfigError(f'outputs={outputs!r}: give "local" or "dtensor"')
         joint = self._open_joint("apply_placement")
-        nodes = {n.name for n in joint.module.graph.nodes if n.op == "placeholder"}
-        if not nodes <= set(plan.choices):
-            raise UsageError("the plan is for another model: it has no placement for all inputs")
+        computed = {n.name for n in joint.module.graph.nodes if n.target is not operator.getitem}
+        if missing := sorted(computed - set(plan.choices)):
+            raise UsageError(
+                f"the plan is for another model: it has no placement for {len(missing)} nodes of this "
+                f"one, such as {missing[0]}. Take one from optimize_placement of this object"
+            )
         if plan.mesh_shape != tuple(self._mesh.shape):
             raise UsageError(f"the plan is for mesh {plan.mesh_shape}, not {self._mesh.shape}")
         assert self._hints is not None and self._request is not None
@@ -278,7 +282,7 @@ class AutoParallel:
         def in_modes(modes: Modes) -> Runner:
             return settings.lower_in_modes(wanted, joint, plan, modes)
 
-        runners = Runners(modes_of(wanted.model), runner, in_modes)
+        runners = Runners(wanted.model, runner, in_modes)
         return make_parallel(self._model, plan, self._mesh, runners)
 
     def parallelize(

@@ -138,7 +138,9 @@ class ACConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.enable, bool):
             raise ConfigError(f"enable={self.enable!r}: allowed are True and False; False is off")
-        if self.optimizer is not None and self.optimizer not in OPTIMIZER_COPIES:
+        if self.optimizer is not None and (
+            not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZER_COPIES
+        ):
             raise ConfigError(
                 f"optimizer={self.optimizer!r}: allowed are {', '.join(OPTIMIZER_COPIES)}; None counts "
                 "no optimizer state"

@@ -10,9 +10,11 @@ from autop_ac import (
     CaptureError,
     ConfigError,
     InfeasibleError,
+    Topology,
     UsageError,
     fake_mesh,
 )
+from autop_ac.graph.devices import described_gpu
 from tests.gpt import GPT
 from tests.test_settings import settings
 
@@ -167,3 +169,40 @@ def test_a_budget_is_held_or_refused_and_the_curve_says_what_can_be_reached():
     assert caught.value.smallest_bytes == peaks[0]
     with pytest.raises(UsageError, match="apply_placement first"):
         AutoParallel(Small(), inputs, fake_mesh((2,))).pareto()
+
+
+def test_more_settings_that_are_wrong_are_refused_where_they_are_set(mesh):
+    def made(**options):
+        return AutoParallel(Small(), inputs, mesh, **options)
+
+    with pytest.raises(ConfigError, match="unknown device 5"):
+        made().configure_device(5)
+    with pytest.raises(ConfigError, match="topology describes 2 axes; the mesh has 1"):
+        made().configure_device(topology=Topology((1e9, 1e9), (0.0, 0.0)))
+    with pytest.raises(ConfigError, match="MixedPrecisionPolicy"):
+        made(mp_policy=torch.bfloat16)
+    with pytest.raises(ConfigError, match='"local" or "dtensor"'):
+        made().parallelize(outputs="DTensor")
+    with made() as ap, pytest.raises(ConfigError, match="give one placement for each"):
+        ap.sharding_optimizer.add_node_constraint("relu", (Shard(0), Shard(0)))
+    with AutoParallel(GPT(), lambda: torch.randint(64, (8, 16)), mesh) as other:
+        plan = other.optimize_placement()
+    with made() as ap, pytest.raises(UsageError, match="another model"):
+        ap.apply_placement(plan)
+
+
+def test_a_tensor_that_is_no_buffer_is_refused_by_name(mesh):
+    model = Small()
+    model.scale = torch.ones(8)
+    model.forward = lambda x: torch.relu(model.linear(x)) * model.scale
+    with pytest.raises(CaptureError, match="register_buffer"), AutoParallel(model, inputs, mesh):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "known"), [("NVIDIA H200", "H200"), ("NVIDIA A100-SXM4-80GB", "A100")]
+)
+def test_a_vendors_name_is_known(name, known):
+    assert described_gpu(name).name == known
+    with pytest.raises(ConfigError, match="unknown device 'NVIDIA L4'"):
+        described_gpu("NVIDIA L4")

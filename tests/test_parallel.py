@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
-from autop_ac import AutoParallel, ac_region, fake_mesh, launch
+from autop_ac import AutoParallel, UsageError, ac_region, fake_mesh, launch
 from autop_ac.graph.random import random_nodes
 from autop_ac.lowering import compile as compile_module
 
@@ -200,9 +200,10 @@ class Permuted(torch.nn.Module):
         return F.dropout(self.linear(x), 0.5)
 
 
-def test_a_graph_with_an_operator_that_draws_by_itself_draws_from_the_generator():
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_graph_with_an_operator_that_draws_by_itself_draws_from_the_generator(backend):
     model = Permuted()
-    parallel = parallelized(model, lambda: torch.randn(16, 8))
+    parallel = parallelized(model, lambda: torch.randn(16, 8), backend)
     out = parallel(torch.randn(16, 8))
     assert 0.2 < (out == 0).float().mean() < 0.8
 
@@ -280,3 +281,91 @@ def padded(way):
 @pytest.mark.parametrize("way", ["loss_fn", "dtensor"])
 def test_a_padded_batch_gives_the_gradients_of_the_whole_batch(way):
     launch(padded, 2, way)
+
+
+class Changes(torch.nn.Module):
+    """Other outputs, and another parameter, in eval()."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table = torch.nn.Linear(8, 8), torch.nn.Embedding(4, 8)
+
+    def forward(self, x):
+        if self.training:
+            return self.linear(x), x.sum()
+        return self.linear(x) + self.table.weight[0]
+
+
+def test_another_mode_may_give_other_outputs_and_read_other_parameters():
+    model = Changes()
+    parallel = parallelized(model, lambda: torch.randn(4, 8))
+    x = torch.randn(4, 8)
+    assert torch.equal(parallel(x)[0], model(x)[0])
+    assert torch.equal(parallel.eval()(x), model.eval()(x))
+
+
+def test_a_plan_applied_after_a_change_of_mode_gives_a_module_in_the_mode_that_it_is_in():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.9))
+    ap = AutoParallel(model, lambda: torch.randn(4, 8), fake_mesh((1,))).configure_compile("eager")
+    with ap:
+        plan = ap.optimize_placement()
+    parallel = ap.apply_placement(plan)
+    parallel_in_eval = ap.apply_placement(plan).eval()
+    model.eval()
+    late = ap.apply_placement(plan)
+    x = torch.randn(4, 8)
+    assert (parallel(x) == 0).float().mean() > 0.5
+    for module in (late, parallel_in_eval):
+        assert not module.training
+        assert torch.equal(module(x), model(x))
+
+
+def test_a_gradient_that_the_graph_does_not_have_is_refused():
+    model = torch.nn.Linear(8, 8)
+    model.bias.requires_grad_(False)
+    parallel = parallelized(model, lambda: torch.randn(4, 8))
+    with pytest.raises(UsageError, match="input input requires a gradient, and that of input_fn"):
+        parallel(torch.randn(4, 8, requires_grad=True))
+    parallel.bias.requires_grad_(True)
+    with pytest.raises(UsageError, match="parameter bias requires a gradient now and did not"):
+        parallel(torch.randn(4, 8))
+    with torch.no_grad():
+        parallel(torch.randn(4, 8))
+
+
+class Doubles(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        x.mul_(2)
+        return self.linear(x)
+
+
+def inputs_in_other_forms():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model, x = Doubles(), torch.randn(4, 8)
+    ap = AutoParallel(model, lambda: torch.randn(4, 8), mesh).configure_compile("eager")
+    parallel = ap.parallelize(inputs=[(Shard(0),)], outputs=[(Shard(0),)])
+    rank, expected = mesh.get_rank(), model(x.clone())
+    own = x.chunk(2)[rank].clone()
+    assert torch.allclose(parallel(own), expected.chunk(2)[rank], atol=1e-6)
+    assert torch.equal(own, 2 * x.chunk(2)[rank])
+    # a DTensor is brought to the placement that the graph takes
+    for given in ((Replicate(),), (Shard(1),)):
+        whole = DTensor.from_local(x.clone(), mesh, (Replicate(),)).redistribute(mesh, given)
+        assert torch.allclose(parallel(whole), expected.chunk(2)[rank], atol=1e-6)
+
+
+def test_an_input_is_changed_in_place_and_a_dtensor_is_moved_where_it_belongs():
+    launch(inputs_in_other_forms, 2)
+
+
+def test_a_module_added_later_takes_no_part():
+    parallel = parallelized(torch.nn.Linear(8, 8), lambda: torch.randn(4, 8))
+    x = torch.randn(4, 8)
+    before = parallel(x)
+    parallel.add_module("probe", torch.nn.Linear(2, 2))
+    assert torch.equal(parallel(x), before)

@@ -100,7 +100,8 @@ class Runner:
         expected = self.expected[index]
         name = self.calling.form.names[index]
         if not isinstance(expected, _Expected):
-            if isinstance(leaf, torch.Tensor) or leaf != expected:
+            same = type(leaf) is type(expected) and (leaf == expected or leaf != leaf)
+            if not same:
                 raise UsageError(
                     f"input {name} is {leaf!r}; the model was captured with {expected!r}, which is "
                     "part of the graph. Capture it again for another value"
@@ -269,24 +270,29 @@ def make_runner(
 Modes = tuple[bool, ...]
 
 
-def modes_of(model: torch.nn.Module) -> Modes:
-    """Whether each module is in training mode, in the order of ``modules()``."""
-    return tuple(module.training for module in model.modules())
-
-
 class Runners:
     """One runner for each combination of training modes that was used.
 
     Dropout and batch norm make another graph of a model in ``eval()``: it is traced at the first
     call in that mode, with the placements that parameters, inputs and outputs have.
+
+    Args:
+        traced: the model in the modes that `runner` is for.
     """
 
-    def __init__(self, first: Modes, runner: Runner, make: Callable[[Modes], Runner]) -> None:
-        self._made = {first: runner}
+    def __init__(
+        self, traced: torch.nn.Module, runner: Runner, make: Callable[[Modes], Runner]
+    ) -> None:
+        self._modules = tuple(name for name, _ in traced.named_modules())
+        self._made = {self._modes(traced): runner}
         self._make = make
 
+    def _modes(self, module: torch.nn.Module) -> Modes:
+        held = dict(module.named_modules())
+        return tuple(held[name].training for name in self._modules)
+
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        modes = modes_of(module)
+        modes = self._modes(module)
         if modes not in self._made:
             with torch.inference_mode(False):
                 self._made[modes] = self._make(modes)

@@ -320,8 +320,8 @@ class AutoParallel:
         """The curve of predicted peak against recompute time; after `apply_placement`.
 
         What binds (hints, rules, the all-gather contract) holds in every point; what stages or a budget
-        decided is free. To run a point: ``configure_ac(memory_budget=point.peak_bytes)``, and apply the
-        plan again.
+        decided is free. To run a point, apply the plan again with the settings as they were and its
+        peak as budget: ``dataclasses.replace(config, stage_size="auto", memory_budget=point.peak_bytes)``.
 
         Args:
             depth: how often each part of the curve is halved; more takes longer.

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import autop_ac.lowering.compile as compile_module
-from autop_ac import AutoParallel, ac_region, fake_mesh
-from tests.gpt import GPT, GPTConfig, HintedGPT
+from autop_ac import AutoParallel, fake_mesh
+from tests.gpt import GPT, GPTConfig, HintedGPT, RecomputedGPT
 
 CONFIG = GPTConfig(vocab_size=64, dim=32, heads=4, layers=2, context=16)
 aten = torch.ops.aten
@@ -162,16 +162,8 @@ def moved(node):
 
 
 def test_everything_recomputed_keeps_less_than_off(partitions):
-    class All(GPT):
-        def forward(self, tokens):
-            x = self.embed(tokens)
-            for block in self.blocks:
-                with ac_region():
-                    x = block(x)
-            return self.head(x)
-
-    _, off = apply(All(CONFIG), (2,), {"enable": False})
-    _, full = apply(All(CONFIG), (2,), {"stage_size": None})
+    _, off = apply(RecomputedGPT(CONFIG), (2,), {"enable": False})
+    _, full = apply(RecomputedGPT(CONFIG), (2,), {"stage_size": None})
     assert full.kept_bytes < off.kept_bytes
 
 

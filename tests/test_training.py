@@ -8,8 +8,8 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autop_ac import AutoParallel, ac_region, launch, measure_memory
-from tests.gpt import GPT, GPTConfig, HintedGPT, mean_loss
+from autop_ac import AutoParallel, launch, measure_memory
+from tests.gpt import GPT, GPTConfig, HintedGPT, RecomputedGPT, mean_loss
 
 CONFIG = GPTConfig(vocab_size=64, dim=32, heads=4, layers=2, context=16)
 BATCH = 8
@@ -140,17 +140,6 @@ def test_gradients_and_losses_are_the_single_process_ones_run_node_by_node(shape
 def test_gradients_and_losses_are_the_single_process_ones_under_inductor(shape):
     cases = [(policy, "inductor", "local") for policy in POLICIES]
     launch(train_each, math.prod(shape), shape, cases)
-
-
-class RecomputedGPT(GPT):
-    """Everything in the blocks is recomputed."""
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            with ac_region():
-                x = block(x)
-        return self.head(x)
 
 
 MEASURED = {

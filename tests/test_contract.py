@@ -167,9 +167,12 @@ def test_everything_recomputed_keeps_less_than_off(partitions):
     assert full.kept_bytes < off.kept_bytes
 
 
-def test_names_and_state_are_the_users(partitions):
+@pytest.mark.parametrize("ac", [{}, {"enable": False}], ids=str)
+def test_names_and_state_are_the_users(partitions, ac):
     model = GPT(CONFIG)
-    parallel, _ = apply(model, (2,), {})
+    parallel, _ = apply(model, (2,), ac)
+    assert [n for n, _ in parallel.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert [n for n, _ in parallel.named_buffers()] == [n for n, _ in model.named_buffers()]
     assert list(parallel.state_dict()) == list(model.state_dict())
     assert isinstance(parallel, GPT)
     assert type(parallel) is not GPT

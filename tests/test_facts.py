@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autop_ac.capture.joint import Port
@@ -10,13 +10,37 @@ from autop_ac.capture.trace import capture, request
 from autop_ac.graph.collect import collect_facts
 from autop_ac.graph.facts import Facts, Value
 from autop_ac.graph.liveness import backward_order, live_backward
+from autop_ac.recompute.default import default_saved
+from autop_ac.recompute.hints import resolve_hints
 from autop_ac.recompute.verify import closure, effective_action, kept_bytes, must_be_saved
-from tests.strategies import RandomModule, facts_with_actions
+from tests.strategies import RandomModule, facts_with_actions, random_modules
 
 
 def collected(layers):
     joint = capture(request(RandomModule(layers), lambda: torch.randn(4, 4, requires_grad=True)))
     return collect_facts(joint.module, joint.placeholders, joint.results, joint.num_forward_outputs)
+
+
+def written(gm):
+    """All that a graph says, with the identity of what it holds."""
+    return [
+        (n.name, n.op, n.target, str(n.args), str(n.kwargs), {k: id(v) for k, v in n.meta.items()})
+        for n in gm.graph.nodes
+    ]
+
+
+@settings(max_examples=5)
+@given(random_modules())
+def test_p12_analysis_leaves_the_graph_as_it_was(module):
+    joint = capture(request(module, lambda: torch.randn(4, 4, requires_grad=True)))
+    gm, names = joint.module, frozenset()
+    before, code = written(gm), gm.code
+    facts = collect_facts(gm, joint.placeholders, joint.results, joint.num_forward_outputs)
+    resolve_hints(gm, joint.placeholders)
+    default_saved(gm, names, joint.num_forward_outputs)
+    closure(facts, {})
+    assert written(gm) == before
+    assert gm.code == code
 
 
 @given(facts_with_actions())

@@ -232,7 +232,11 @@ def make_report(
     return ACReport(
         rows=_folded(rows),
         set_aside=_set_aside(facts, plan),
-        notes=(*plan.notes, *(sharding.notes if sharding else ())),
+        notes=(
+            *plan.notes,
+            *(plan.budget.notes if plan.budget else ()),
+            *(sharding.notes if sharding else ()),
+        ),
         saved=tuple(_saved_value(facts, plan, i) for i in plan.saved),
         stage_bytes=plan.stage_bytes,
         budget_bytes=plan.budget.budget_bytes if plan.budget else None,

@@ -20,6 +20,11 @@ hypothesis.settings.register_profile("nightly", max_examples=2000, **_common)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_collection_modifyitems(items):
+    """The longest first, so that no worker is left with them at the end."""
+    items.sort(key=lambda item: item.path.name not in ("test_training.py", "test_tutorials.py"))
+
+
 @pytest.fixture(autouse=True)
 def no_process_group_left_behind():
     """What a test leaves of a fake process group is taken down, so that tests do not meet."""

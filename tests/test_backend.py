@@ -266,4 +266,4 @@ def test_bad_settings_and_early_questions_are_refused():
 def test_nothing_is_warned_of_on_a_plain_run():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        compiled_once(HintedGPT(CONFIG), stage_size=None)
+        assert compiled_once(HintedGPT(CONFIG), stage_size=None).ac_report.notes == ()

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from .facts import Facts, Value
+from .facts import Facts, Side, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +50,21 @@ def must_run(value: Value) -> bool:
 
 def forward_order(facts: Facts, saved: Sequence[int]) -> tuple[int, ...]:
     """Forward values that the forward graph computes, in graph order."""
-    needed = {*facts.forward_outputs, *saved}
-    needed.update(v.index for v in facts.values if v.side == "forward" and must_run(v))
-    order = []
-    for value in reversed(facts.values):
-        if value.index in needed and value.side == "forward":
-            order.append(value.index)
-            needed.update(value.inputs)
-    return tuple(reversed(order))
+    return _computed(facts, "forward", (*facts.forward_outputs, *saved))
 
 
 def live_backward(facts: Facts) -> tuple[int, ...]:
     """Backward values that a gradient needs or that must run, in graph order."""
-    needed = set(facts.backward_outputs)
-    needed.update(v.index for v in facts.values if v.side == "backward" and must_run(v))
+    return _computed(facts, "backward", facts.backward_outputs)
+
+
+def _computed(facts: Facts, side: Side, wanted: Iterable[int]) -> tuple[int, ...]:
+    """Values of one side that `wanted` needs or that must run, in graph order."""
+    needed = set(wanted)
+    needed.update(v.index for v in facts.values if v.side == side and must_run(v))
     order = []
     for value in reversed(facts.values):
-        if value.index in needed and value.side == "backward":
+        if value.index in needed and value.side == side:
             order.append(value.index)
             needed.update(value.inputs)
     return tuple(reversed(order))

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from ..capture.names import block_of_path
 from ..graph.facts import Facts, Value
 from .hints import root_of
-from .stages import layer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def equal_layers(facts: Facts, free: Sequence[int]) -> tuple[tuple[Layer, ...], 
         free: values to decide, ascending.
     """
     classes: dict[tuple, list[Layer]] = defaultdict(list)
-    for layer, run in groupby(facts.forward, key=lambda v: layer_of(v.module)):
+    for layer, run in groupby(facts.forward, key=lambda v: block_of_path(v.module)):
         values = list(run)
         start, end = values[0].index, values[-1].index + 1
         slots = range(bisect.bisect_left(free, start), bisect.bisect_left(free, end))
@@ -49,9 +49,9 @@ def equal_layers(facts: Facts, free: Sequence[int]) -> tuple[tuple[Layer, ...], 
 def borders(facts: Facts, free: Sequence[int], every: int) -> frozenset[int]:
     """Free values that a later group of `every` layers reads: what checkpointing each group keeps."""
     group: dict[int, int] = {}
-    names = [layer for layer, _ in groupby(layer_of(v.module) for v in facts.forward)]
+    names = [layer for layer, _ in groupby(block_of_path(v.module) for v in facts.forward)]
     at, number = 0, 0
-    for layer, run in groupby(facts.forward, key=lambda v: layer_of(v.module)):
+    for layer, run in groupby(facts.forward, key=lambda v: block_of_path(v.module)):
         for value in run:
             group[value.index] = number
         at += 1

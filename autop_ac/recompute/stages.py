@@ -22,11 +22,11 @@ not optimal; after Chen et al., "Training Deep Nets with Sublinear Memory Cost",
 from __future__ import annotations
 
 import bisect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 
+from ..capture.names import block_of_path
 from ..graph.facts import Facts, Value
 from .hints import root_of
 from .plan import Action, Origin, Wish
@@ -176,7 +176,7 @@ def free_values(facts: Facts, fixed: Mapping[int, Action]) -> Forward:
         if v.role == "input" and v.index in reader
     )
     sizes = tuple(facts.values[i].bytes for i in free)
-    layers = tuple(layer_of(facts.values[i].module) for i in free)
+    layers = tuple(block_of_path(facts.values[i].module) for i in free)
     return Forward(tuple(free), sizes, last, inputs, layers, kept)
 
 
@@ -325,9 +325,3 @@ def candidates(facts: Facts, fixed: Mapping[int, Action] | None = None) -> tuple
             largest = max(layers.values())
             sizes.update(k * largest for k in _MULTIPLES if k <= len(layers))
     return tuple(sorted((s for s in sizes if 0 < s <= whole), reverse=True))
-
-
-def layer_of(module: str) -> str:
-    """The module path to its first number, ``layers.3`` of ``layers.3.mlp``; ``""`` without one."""
-    match = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", module)
-    return match[0] if match else ""

@@ -122,10 +122,3 @@ def check_saved(expected_names: Iterable[str], realised_names: Iterable[str]) ->
 def _listed(names: list[str], most: int = 20) -> str:
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
-
-
-def kept_bytes(facts: Facts, saved: Iterable[int]) -> int:
-    """Bytes of the storages that `saved` holds beyond those of graph inputs."""
-    held = {s for i in saved for s in facts.values[i].storages}
-    held -= {s for v in facts.values if v.side == "input" for s in v.storages}
-    return sum(facts.storage_bytes[s] for s in held)

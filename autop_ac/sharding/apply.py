@@ -30,6 +30,7 @@ from ..capture.names import module_path, source_line
 from ..errors import AutopACError
 from ..graph.collect import draws_random
 from ..graph.random import drawn_with_offset, rank_offset, sharded_axes
+from .options import local_sizes
 from .plan import Choice, Placements, ShardingPlan
 
 _TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
@@ -188,7 +189,11 @@ class _Sharder:
             return self._bring(arg, wanted[next(counter)], node)
 
         args, kwargs = pytree.tree_map(local, (tuple(node.args), dict(node.kwargs)))
-        args = self._local_sizes(node, args, choice.outputs)
+        value = node.meta.get("val")  # an assertion gives nothing
+        placed = choice.outputs[0]
+        if self.mesh is not None and placed is not None and isinstance(value, torch.Tensor):
+            shape = local_shape(value.shape, self.mesh, placed)
+            args = local_sizes(node.target, args, value, shape)
         offset = None
         if self.mesh is not None and draws_random(node) and sharded_axes(choice.outputs):
             offset = rank_offset(self.mesh, choice.outputs)
@@ -198,22 +203,6 @@ class _Sharder:
             result = node.target(*args, **kwargs)
         self._check(node, result, choice.outputs)
         return result
-
-    def _local_sizes(self, node: torch.fx.Node, args: Any, outputs: Any) -> Any:
-        """Size arguments that speak of the output, scaled to its local shape."""
-        where = private.sharding_propagator.op_to_shape_and_stride_idx.get(node.target)
-        value = node.meta.get("val")  # an assertion gives nothing
-        if self.mesh is None or outputs[0] is None or not isinstance(value, torch.Tensor):
-            return args
-        shape = local_shape(value.shape, self.mesh, outputs[0])
-        if where is None or shape == tuple(value.shape):
-            return args
-        index = where[0] if isinstance(where, tuple) else where
-        changed = list(args)
-        changed[index] = list(shape)
-        if isinstance(where, tuple):
-            changed[where[1]] = list(torch.empty(shape, device="meta").stride())
-        return tuple(changed)
 
     def _check(self, node: torch.fx.Node, result: Any, outputs: Any) -> None:
         if self.mesh is None:

@@ -316,7 +316,7 @@ class AutoParallel:
             raise UsageError("there is no report yet: call apply_placement first")
         return self._report
 
-    def pareto(self, depth: int = 3) -> tuple[ParetoPoint, ...]:
+    def pareto(self, depth: int = 4) -> tuple[ParetoPoint, ...]:
         """The curve of predicted peak against recompute time; after `apply_placement`.
 
         What binds (hints, rules, the all-gather contract) holds in every point; what stages or a budget

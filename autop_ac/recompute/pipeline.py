@@ -189,7 +189,7 @@ def _automatic(
     return staged(size)
 
 
-def pareto_of(recompute: Recompute, depth: int = 3) -> tuple[ParetoPoint, ...]:
+def pareto_of(recompute: Recompute, depth: int = 4) -> tuple[ParetoPoint, ...]:
     """The curve of peak against recompute time under what binds in a plan (hints, rules, contract).
 
     Args:

@@ -16,18 +16,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
+from ._torch_trace import artifact
 from .build import Settings
 from .capture.joint import JointGraph
 from .capture.trace import Request, capture, request
 from .config import ACConfig, CompileConfig, ac_config
 from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, Topology, described_gpu, find_device
+from .progress import progress
 from .recompute.hints import ResolvedHints, resolve_hints
 from .recompute.pareto import ParetoPoint
 from .recompute.pipeline import Recompute
 from .report.build import ACReport, build_report
 from .report.estimate import Estimate
 from .report.explain import Explanation
+from .report.plan_table import plan_table
 from .runtime.parallel import Modes, Outputs, Runner, Runners, make_parallel
 from .sharding.constraints import Constraints
 from .sharding.plan import ShardingPlan
@@ -98,6 +101,7 @@ class AutoParallel:
         self._compile = CompileConfig()
         self._device: DeviceSpec | None = None  # the one at hand
         self._topology: Topology | None = None
+        self._stage = progress()
         self._constraints = Constraints()
         self._state: Literal["new", "open", "closed"] = "new"
         self._request: Request | None = None
@@ -133,6 +137,19 @@ class AutoParallel:
         self._topology = topology
         return self
 
+    def configure_progress(self, verbose: bool = True) -> Self:
+        """Tell what runs: a display on a terminal and in a notebook, else lines of the logger "autop_ac".
+
+        Args:
+            verbose: True is the default; False tells nothing.
+        """
+        if not isinstance(verbose, bool):
+            raise ConfigError(
+                f"verbose={verbose!r}: allowed are True and False; False tells nothing"
+            )
+        self._stage = progress(verbose)
+        return self
+
     # the block
 
     def __enter__(self) -> Self:
@@ -142,14 +159,15 @@ class AutoParallel:
             )
         _check_mesh(self._mesh)
         self._state = "closed"  # stays so if the capture fails
-        self._request = request(
-            self._model,
-            self._input_fn,
-            self._mesh.device_type,
-            mp_policy=self._mp_policy,
-            loss_fn=self._loss_fn,
-        )
-        self._joint = capture(self._request)
+        with self._stage("capture: forward and backward in one graph"):
+            self._request = request(
+                self._model,
+                self._input_fn,
+                self._mesh.device_type,
+                mp_policy=self._mp_policy,
+                loss_fn=self._loss_fn,
+            )
+            self._joint = capture(self._request)
         self._hints = resolve_hints(
             self._joint.module, self._joint.placeholders, self._joint.module_prefix
         )
@@ -239,6 +257,7 @@ class AutoParallel:
         joint = self._open_joint("optimize_placement")
         plan = self._settings().search(joint, self._constraints)
         log.log(logging.INFO if verbose else logging.DEBUG, "%s", plan)
+        artifact("sharding_plan", lambda: plan_table(plan))
         self._plan, self._report = plan, None
         return plan
 
@@ -249,7 +268,7 @@ class AutoParallel:
             device = find_device("cpu") if self._mesh.device_type == "cpu" else _this_gpu()
         return Settings(
             self._mesh, self._ac, self._compile, device, topology,
-            self._mp_policy, self._reshard, outputs,
+            self._mp_policy, self._reshard, outputs, self._stage,
         )  # fmt: skip
 
     def _planned(self, call: str, plan: ShardingPlan) -> JointGraph:
@@ -275,7 +294,9 @@ class AutoParallel:
         for entry in self._hints.catalog:
             for name in entry.names:
                 names[name] = (*names.get(name, ()), entry.name)
-        return build_report(recompute, plan, device=self._settings().device, names=names)
+        report = build_report(recompute, plan, device=self._settings().device, names=names)
+        artifact("report", report.to_json, "json")
+        return report
 
     def apply_placement(self, plan: ShardingPlan, *, outputs: Outputs = "local") -> torch.nn.Module:
         """Make the parallel module of a plan; may be called again with other settings.

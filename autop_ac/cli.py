@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(argv)
     except SystemExit as stop:  # argparse has told what is wrong, or shown its help
         return int(stop.code or 0)
-    if not args.quiet:
+    if not args.quiet and not sys.stderr.isatty():  # a terminal has the display
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     command: Callable[[argparse.Namespace], int] = args.command
     try:

@@ -7,7 +7,6 @@ value which nobody reads there is neither.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
@@ -19,7 +18,7 @@ from ..recompute.pipeline import Recompute
 from ..recompute.plan import Origin, RecomputePlan
 from ..sharding.plan import ShardingPlan
 from .basis import Basis
-from .fold import fold_paths
+from .fold import fold_paths, unnumbered
 from .values import UNREAD, ACReport, ModuleRow, Reason, SavedValue, SetAside
 
 __all__ = [
@@ -125,7 +124,7 @@ def _saved_value(facts: Facts, plan: RecomputePlan, index: int) -> SavedValue:
         value.dtype,
         sum(facts.storage_bytes[s] for s in value.storages),
         decision.origin.name.lower() if decision else "",
-        _without_numbers(decision.reason) if decision else "",
+        unnumbered(decision.reason) if decision else "",
     )
 
 
@@ -154,7 +153,7 @@ def _reasons(
     counts: dict[str, Counter[tuple[str, str, str]]] = defaultdict(Counter)
     for root, members in families.items():
         decision = plan.decisions[members[0]]
-        origin, reason = decision.origin.name.lower(), _without_numbers(decision.reason)
+        origin, reason = decision.origin.name.lower(), unnumbered(decision.reason)
         if not saved.isdisjoint(members):
             action = "save"
         elif not again.isdisjoint(members):
@@ -172,11 +171,6 @@ def _reasons(
         module: tuple(Reason(*key, n) for key, n in counter.most_common())
         for module, counter in counts.items()
     }
-
-
-def _without_numbers(reason: str) -> str:
-    """Equal layers lie in different stages: without its number the reason is one for all."""
-    return re.sub(r"\bstage \d+", "its stage", reason)
 
 
 def _folded(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
@@ -201,7 +195,7 @@ def _set_aside(facts: Facts, plan: RecomputePlan) -> tuple[SetAside, ...]:
         if value.follows is not None and value.follows in plan.decisions:
             if plan.decisions[value.follows].overridden == decision.overridden:
                 continue  # told of what it follows
-        by = f"{decision.origin.name.lower()}: {_without_numbers(decision.reason)}"
+        by = f"{decision.origin.name.lower()}: {unnumbered(decision.reason)}"
         for wish in decision.overridden:
             if wish.origin in (Origin.HINT, Origin.RULE):
                 key = (value.module, (wish.action, wish.reason, wish.source, by))

@@ -21,7 +21,7 @@ from ..recompute.hints import root_of
 from ..recompute.plan import Decision, Wish
 from ..recompute.verify import must_be_saved
 from .basis import Basis
-from .fold import fold_paths
+from .fold import fold_paths, unnumbered
 from .text import duration, size, wrapped
 
 Fate = Literal["saved", "recomputed", "unread"]
@@ -252,7 +252,7 @@ def _wish(wish: Wish) -> str:
 
 def _folded(values: Sequence[Explained]) -> list[str]:
     keys = [
-        (v.module, (v.op, v.shape, v.dtype, v.source, v.origin, v.reason, v.set_aside))
+        (v.module, (v.op, v.shape, v.dtype, v.source, v.origin, unnumbered(v.reason), v.set_aside))
         for v in values
     ]
     lines = []
@@ -268,7 +268,7 @@ def _folded(values: Sequence[Explained]) -> list[str]:
             )
         )
         told: Iterable[str] = (
-            f"{first.origin}: {first.reason}",
+            f"{first.origin}: {first.reason if len(members) == 1 else unnumbered(first.reason)}",
             *(f"set aside: {a}" for a in first.set_aside),
         )
         lines += [wrapped(f"      {line}") for line in told]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 
 _Group = tuple[tuple[str, ...], tuple[int, ...]]  # parts of a path, indices of rows
@@ -51,3 +52,8 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([n])
     return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def unnumbered(reason: str) -> str:
+    """Equal layers lie in different stages: without its number the reason is one for all."""
+    return re.sub(r"\bstage \d+", "its stage", reason)

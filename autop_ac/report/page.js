@@ -65,7 +65,7 @@
     tile("predicted peak", bytes(estimate.peak_bytes), `without AC ${bytes(report.peak_without_ac_bytes)}`),
     tile("kept for backward", bytes(report.kept_bytes), `without AC ${bytes(report.kept_without_ac_bytes)}`),
     tile("predicted step", seconds(estimate.step_s), `computation ${seconds(time.compute_s)}`),
-    tile("recomputation, gathers included", seconds(report.recompute_s), how),
+    tile("recomputation", seconds(report.recompute_s), `with gathers; ${how}`),
     tile("exposed communication", seconds(time.exposed_s), `of ${seconds(time.communication_s)} in all`),
   ]));
 

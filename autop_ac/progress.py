@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -25,9 +26,9 @@ def silent(name: str) -> AbstractContextManager[None]:
 def progress(verbose: bool = True, console: Console | None = None) -> Stage:
     """How stages are told, on the first process alone.
 
-    On a terminal and in a notebook each stage is a line with a running clock, on standard error; elsewhere,
-    and on a terminal that cannot move its cursor, a line of the logger "autop_ac" at level INFO when it
-    has ended.
+    On a terminal and in a notebook (with ipywidgets) each stage is a line with a running clock, on standard
+    error; elsewhere, and on a terminal that cannot move its cursor, a line of the logger "autop_ac" at
+    level INFO when it has ended.
 
     Args:
         verbose: False tells nothing.
@@ -42,7 +43,7 @@ def progress(verbose: bool = True, console: Console | None = None) -> Stage:
             yield
             return
         shown = console or Console(stderr=True)
-        if shown.is_jupyter or (shown.is_terminal and not shown.is_dumb_terminal):
+        if _can_display(shown):
             yield from _displayed(name, shown)
             return
         started = time.monotonic()
@@ -50,6 +51,12 @@ def progress(verbose: bool = True, console: Console | None = None) -> Stage:
         log.info("%s: %.2f s", name, time.monotonic() - started)
 
     return stage
+
+
+def _can_display(console: Console) -> bool:
+    if console.is_jupyter:  # rich displays there by widgets, and warns where they are missing
+        return importlib.util.find_spec("ipywidgets") is not None
+    return console.is_terminal and not console.is_dumb_terminal
 
 
 def _displayed(name: str, console: Console) -> Iterator[None]:

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from autop_ac import AutoParallel, ConfigError, backend, fake_mesh
-from autop_ac.progress import progress
+from autop_ac.progress import _can_display, progress
 from autop_ac.report.plan_table import plan_table
 from tests.test_api import Small, inputs
 
@@ -105,3 +105,10 @@ def test_the_backend_of_torch_compile_traces_its_report(trace):
     ac = backend(compile="eager")
     torch.compile(Small(), backend=ac)(inputs()).sum().backward()
     assert json.loads(trace["autop_ac_report"]) == ac.ac_report.to_dict()
+
+
+@pytest.mark.parametrize("widgets", [True, False])
+def test_in_a_notebook_it_is_displayed_where_there_are_widgets(monkeypatch, widgets):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: widgets or None)
+    notebook = Console(file=io.StringIO(), force_jupyter=True)
+    assert _can_display(notebook) is widgets

@@ -109,6 +109,7 @@ class AutoParallel:
         self._hints: ResolvedHints | None = None
         self._plan: ShardingPlan | None = None
         self._report: ACReport | None = None
+        self._applied = False  # whether that report is of a module that was made
         self.sharding_optimizer = NodeConstraints(self)
 
     # settings: each call replaces what the earlier one set
@@ -116,12 +117,12 @@ class AutoParallel:
     def configure_ac(self, config: ACConfig | bool | None = None, /, **settings: Any) -> Self:
         """Set activation checkpointing by an `ACConfig`, or by its fields as keywords."""
         self._ac = ac_config(config, settings)
-        return self
+        return self._changed()
 
     def configure_compile(self, backend: Literal["eager", "inductor"] = "inductor") -> Self:
         """Run the graphs compiled by Inductor (the default), or node by node ("eager")."""
         self._compile = CompileConfig(backend=backend)
-        return self
+        return self._changed()
 
     def configure_device(
         self, device: str | DeviceSpec | None = None, topology: Topology | None = None
@@ -135,6 +136,12 @@ class AutoParallel:
                 f"{self._mesh.ndim}, give one number for each"
             )
         self._topology = topology
+        return self._changed()
+
+    def _changed(self) -> Self:
+        """A preview is of the settings of this moment; the report on a module that was made stays."""
+        if not self._applied:
+            self._report = None
         return self
 
     def configure_progress(self, verbose: bool = True) -> Self:
@@ -258,7 +265,7 @@ class AutoParallel:
         plan = self._settings().search(joint, self._constraints)
         log.log(logging.INFO if verbose else logging.DEBUG, "%s", plan)
         artifact("sharding_plan", lambda: plan_table(plan))
-        self._plan, self._report = plan, None
+        self._plan, self._report, self._applied = plan, None, False
         return plan
 
     def _settings(self, outputs: Outputs = "local") -> Settings:
@@ -311,7 +318,7 @@ class AutoParallel:
         assert self._hints is not None and self._request is not None
         settings = self._settings(outputs)
         recompute, runner = settings.lower(joint, self._hints, plan)
-        self._plan, self._report = plan, self._reported(recompute, plan)
+        self._plan, self._report, self._applied = plan, self._reported(recompute, plan), True
         for note in recompute.plan.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
         wanted = self._request
@@ -363,7 +370,7 @@ class AutoParallel:
         joint = self._planned("preview", plan)
         assert self._hints is not None
         recompute = self._settings().recompute(joint, self._hints, plan)
-        self._plan, self._report = plan, self._reported(recompute, plan)
+        self._plan, self._report, self._applied = plan, self._reported(recompute, plan), False
         return self._report
 
     @property

@@ -229,6 +229,20 @@ def test_a_measured_step_stands_beside_the_prediction():
     assert len(measured.get_xdata()) == len(memory.live)
 
 
+def test_a_preview_follows_the_settings_and_the_report_on_a_module_stays():
+    ap = AutoParallel(GPT(), tokens, fake_mesh((2,))).configure_compile("eager")
+    with ap:
+        plan = ap.optimize_placement()
+    off = ap.configure_ac(enable=False).estimate().peak_bytes
+    assert ap.ac_report.peak_bytes == off
+    staged = ap.configure_ac(stage_size="auto").estimate().peak_bytes
+    assert staged < off and ap.ac_report is ap.ac_report
+    ap.configure_ac(enable=False).apply_placement(plan)
+    assert ap.ac_report.peak_bytes == off
+    assert ap.configure_ac(stage_size="auto").ac_report.peak_bytes == off, "the module is as it was"
+    assert ap.preview().peak_bytes == staged == ap.ac_report.peak_bytes
+
+
 def test_reports_are_asked_for_after_a_plan():
     ap = AutoParallel(GPT(), tokens, fake_mesh((2,)))
     with pytest.raises(UsageError, match="optimize_placement first"):

@@ -2,7 +2,7 @@
 
 from .annotate import ac_region, checkpoint_name
 from .api import AutoParallel, auto_parallel
-from .backend import ACBackend, backend
+from .backend import ACBackend, autoparallel_backend, backend
 from .capture.calling import ForwardInputs
 from .config import ACConfig
 from .errors import (
@@ -28,6 +28,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "ACBackend",
+    "autoparallel_backend",
     "backend",
     "ATTENTION",
     "COLLECTIVES",

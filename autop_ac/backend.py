@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from .annotate import ReadsHints
 from .capture.joint import Port
 from .capture.trace import differentiate
 from .config import ACConfig, CompileConfig, ac_config
-from .errors import UsageError
+from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, described_gpu, find_device
 from .lowering.compile import compile_local, decompositions, partition_by
 from .lowering.hooks import run_user_passes, user_passes_done
@@ -113,6 +114,31 @@ def backend(
     """
     described = None if device is None else find_device(device)
     return ACBackend(ac_config(config, settings), CompileConfig(compile), described)
+
+
+def autoparallel_backend(
+    *,
+    enable_ac: bool = True,
+    ac_stage_size_in_GiB: float | str | None = "auto",
+    overlap_scheduling: bool = True,
+) -> ACBackend:
+    """`backend` under the name and keywords that the public AutoParallel project gives it.
+
+    Args:
+        enable_ac: as ``enable`` of `ACConfig`.
+        ac_stage_size_in_GiB: as ``stage_size``, a number of GiB; ``"auto"`` and None are both ``"auto"``.
+        overlap_scheduling: accepted, and read by nothing: a single device has no collectives, and those of
+            a parallel module are ordered where it is made, before `torch.compile` sees it.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+    if not isinstance(overlap_scheduling, bool):
+        raise ConfigError(f"overlap_scheduling={overlap_scheduling!r}: allowed are True and False")
+    size: Any = "auto" if ac_stage_size_in_GiB is None else ac_stage_size_in_GiB
+    if isinstance(size, (int, float)) and not isinstance(size, bool):
+        size = f"{Decimal(repr(size)):f} GiB"  # exactly as written: 0.1 is a tenth
+    return backend(enable=enable_ac, stage_size=size)
 
 
 def _has_backward(gm: torch.fx.GraphModule) -> bool:

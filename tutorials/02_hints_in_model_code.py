@@ -217,8 +217,9 @@ class Inner(Block):
 
 
 ap_inner, _ = parallel(Inner)
-(normed,) = ap_inner.explain("blocks.1.norm").saved
-assert "inner" in normed.reason
+normed = ap_inner.explain("blocks.1.norm").saved  # with the mean and deviation that backward reads
+assert normed and all(v.reason == 'ac_region "inner" saves all of it' for v in normed)
+assert all('"outer"' in v.set_aside[0] for v in normed)  # what was overridden is told
 assert ops(ap_inner.explain("blocks.1").recomputed) == ["addmm", "gelu"]
 
 # %% [markdown]

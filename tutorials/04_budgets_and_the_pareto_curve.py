@@ -89,7 +89,9 @@ assert at_their_peak.recompute_s <= stages.recompute_s
 # %%
 curve = ap.pareto(depth=2)
 for point in curve:
-    print(f"peak {size(point.peak_bytes):>10}  recomputation {point.recompute_time_s * 1e6:8.2f} us")
+    print(
+        f"peak {size(point.peak_bytes):>10}  recomputation {point.recompute_time_s * 1e6:8.2f} us"
+    )
 peaks = [p.peak_bytes for p in curve]
 times = [p.recompute_time_s for p in curve]
 assert peaks == sorted(set(peaks)) and times == sorted(set(times), reverse=True)

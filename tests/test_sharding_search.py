@@ -23,7 +23,8 @@ from autop_ac.sharding.formulation import evaluate
 from autop_ac.sharding.groups import Settings
 from autop_ac.sharding.layout import divides, even_local_shape, local_bytes
 from autop_ac.sharding.option import leaves_of, outputs_of
-from autop_ac.sharding.options import OptionFinder, local_sizes
+from autop_ac.sharding.local_args import local_sizes
+from autop_ac.sharding.options import OptionFinder
 from autop_ac.sharding.search import search
 from autop_ac.sharding.solve import solve
 from tests.gpt import GPT, GPTConfig

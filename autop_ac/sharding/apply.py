@@ -30,7 +30,7 @@ from ..capture.names import module_path, source_line
 from ..errors import AutopACError
 from ..graph.collect import draws_random
 from ..graph.random import drawn_with_offset, rank_offset, sharded_axes
-from .options import local_sizes
+from .local_args import local_sizes
 from .plan import Choice, Placements, ShardingPlan
 
 _TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
@@ -191,8 +191,10 @@ class _Sharder:
         args, kwargs = pytree.tree_map(local, (tuple(node.args), dict(node.kwargs)))
         value = node.meta.get("val")  # an assertion gives nothing
         placed = choice.outputs[0]
-        if self.mesh is not None and placed is not None and isinstance(value, torch.Tensor):
-            shape = local_shape(value.shape, self.mesh, placed)
+        if self.mesh is not None:
+            shape = None
+            if placed is not None and isinstance(value, torch.Tensor):
+                shape = local_shape(value.shape, self.mesh, placed)
             args = local_sizes(node.target, args, value, shape)
         offset = None
         if self.mesh is not None and draws_random(node) and sharded_axes(choice.outputs):

@@ -13,6 +13,9 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
+from .image_rules import IMAGE_RULES
+from .index_rules import INDEX_RULES
+
 aten = torch.ops.aten
 
 
@@ -48,6 +51,18 @@ def _attention(args: Any, kwargs: Any, outputs: Any) -> list[Any]:
     return rows
 
 
+def _filled(args: Any, kwargs: Any, outputs: Any) -> list[Any]:
+    """One value everywhere: each device makes its part."""
+    return [([Shard(d)], []) for d in range(outputs[0].dim())]
+
+
+def _weight_norm(args: Any, kwargs: Any, outputs: Any) -> list[Any]:
+    """Norms along all dims but the last argument."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    dim = args[-1] % tensors[0].dim()
+    return [([Shard(dim)] * len(outputs), [Shard(dim)] * len(tensors))]
+
+
 OWN_RULES: Mapping[Any, Callable[[Any, Any, Any], list[Any]]] = {
     aten.bernoulli.p: _elementwise,
     aten.bernoulli.default: _elementwise,
@@ -56,4 +71,12 @@ OWN_RULES: Mapping[Any, Callable[[Any, Any, Any], list[Any]]] = {
     aten.native_dropout.default: _elementwise,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention,
+    aten.full.default: _filled,
+    aten.zeros.default: _filled,
+    aten.ones.default: _filled,
+    aten.empty.memory_format: _filled,
+    aten._weight_norm_interface.default: _weight_norm,
+    aten._weight_norm_interface_backward.default: _weight_norm,
+    **IMAGE_RULES,
+    **INDEX_RULES,
 }

@@ -332,9 +332,7 @@ class StateSpace(nn.Module):
         for i in range(shape[1]):
             before.append(held)
             held = held * total[:, :, i, -1].exp()[..., None, None] + states[:, i]
-        across = torch.einsum(
-            "bcln,bchpn,bhcl->bclhp", c, torch.stack(before, 1), torch.exp(total)
-        )
+        across = torch.einsum("bcln,bchpn,bhcl->bclhp", c, torch.stack(before, 1), torch.exp(total))
         return (inside + across).reshape(batch, length, heads, width)
 
 

@@ -333,9 +333,7 @@ def _export_joint(
     return _exported(graph, tensors, where, divisible)
 
 
-def _exported(
-    graph: torch.fx.GraphModule, tensors: list[Any], where: str, divisible: bool
-) -> Any:
+def _exported(graph: torch.fx.GraphModule, tensors: list[Any], where: str, divisible: bool) -> Any:
     table = dict(torch._decomp.get_decompositions(_DECOMPOSED))  # noqa: TID251 documented entry point
     if divisible:
         table |= BATCH_NORM

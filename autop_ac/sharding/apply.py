@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch as private
 from ..capture.joint import JointGraph, Port
+from ..capture.marks import placed_of
 from ..capture.names import module_path, source_line
 from ..errors import AutopACError
 from ..graph.collect import draws_random
@@ -146,6 +147,10 @@ class _Sharder:
                 results = self._results(node)
             elif node.op == "get_attr":
                 self.values[node] = getattr(self.joint.module, node.target)
+            elif placed_of(node) is not None:  # gone: what it reads is in place
+                self.values[node] = self._bring(
+                    node.args[0], self.plan.choices[node.name].inputs[0], node
+                )
             elif node.target is operator.getitem:
                 with self._recorded_as(node, origin=node.name):
                     self.values[node] = self.values[node.args[0]][node.args[1]]

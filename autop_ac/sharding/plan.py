@@ -43,7 +43,8 @@ class ShardingPlan:
         choices: by node name, placeholders and the ``"output"`` node included. The output node's
             `inputs` say how each result is brought out.
         parameters: placements by the user's parameter and buffer name.
-        objective_s: predicted seconds of one step.
+        objective_s: predicted seconds of one step: of all choices together, less `hidden_s`.
+        hidden_s: seconds of collectives that run beside computation.
         gap: relative gap to the solver's lower bound that was reached.
         notes: remarks and warnings in plain words.
     """
@@ -55,3 +56,4 @@ class ShardingPlan:
     objective_s: float
     gap: float = 0.0
     notes: tuple[str, ...] = ()
+    hidden_s: float = 0.0

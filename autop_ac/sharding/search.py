@@ -37,6 +37,7 @@ def search(
     topology: Topology,
     reduce_dtype: torch.dtype | None = None,
     reshard_after_forward: bool = True,
+    prefetch: bool = True,
     time_limit_s: float = 60.0,
     gap: float = 0.001,
 ) -> ShardingPlan:
@@ -50,6 +51,7 @@ def search(
         reduce_dtype: dtype in which gradients of parameters are summed, where the graph casts them
             to it; None: in whichever is cheaper.
         reshard_after_forward: whether parameters are gathered a second time for backward.
+        prefetch: whether collectives of parameters run beside computation, as far as there is any.
         time_limit_s: of the solver.
         gap: relative distance to the best plan at which the solver may stop.
 
@@ -64,7 +66,9 @@ def search(
             f"shape {tuple(mesh.shape)}"
         )
     started = time.monotonic()
-    settings = Settings(mesh, device, topology, reduce_dtype, reshard_after_forward)
+    settings = Settings(
+        mesh, device, topology, reduce_dtype, reshard_after_forward, prefetch=prefetch
+    )
     built = build_problem(joint, constraints, settings)
     found = optimise(built.problem, time_limit_s=time_limit_s, gap=gap)
     if found is None:

@@ -12,6 +12,7 @@ from .errors import (
     HintError,
     InfeasibleError,
     PartitionError,
+    PlanFileError,
     SolverError,
     UsageError,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "HintError",
     "InfeasibleError",
     "PartitionError",
+    "PlanFileError",
     "Rule",
     "ShardingPlan",
     "SolverError",

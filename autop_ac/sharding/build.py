@@ -73,17 +73,20 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: Setting
                 draft.join(node.name, draft.group_of[first.name])
         elif node.op == "placeholder":
             port = joint.placeholders[node.name]
-            draft.add(node.name, placeholder_options(node, port, inputs, settings.shape), node)
+            options = placeholder_options(node, port, inputs, settings.shape)
+            if port.kind == "parameter":
+                options = _whole_on(options, constraints.whole_on)
+            draft.add(node.name, options, node)
         elif node.op == "get_attr":
             value = getattr(joint.module, str(node.target), None)
             if isinstance(value, torch.Tensor):
                 node.meta.setdefault("val", value)
                 draft.add(node.name, [placed(replicated(settings.shape), value, settings)], node)
         elif is_tensor_node(node):
-            options = finder.options(node)
+            found = finder.options(node)
             if node in uneven_chain:
-                options = (*options, *uneven_casts(node, options, settings))
-            draft.add(node.name, options, node)
+                found = (*found, *uneven_casts(node, found, settings))
+            draft.add(node.name, found, node)
     results = result_groups(joint, draft, outputs, settings.shape)
     smallest = {g: min(o.output_bytes for o in options) for g, options in enumerate(draft.options)}
     fix_nodes(joint, draft, constraints)
@@ -114,6 +117,11 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: Setting
     slots = tuple(r for r in results if r is not None)
     notes = (*finder.notes, *default_notes(constraints, inputs, settings.shape))
     return Built(problem, dict(draft.group_of), slots, notes)
+
+
+def _whole_on(options: list[Option], axes: tuple[int, ...]) -> list[Option]:
+    placed = [(o, o.outputs[0] or ()) for o in options]
+    return [o for o, p in placed if not any(isinstance(p[a], Shard) for a in axes)]
 
 
 def _own_mark(node: torch.fx.Node, joint: JointGraph, constraints: Constraints) -> str:

@@ -25,6 +25,7 @@ class Constraints:
         nodes: placements that a node's first output must have, by node name.
         modules: placements of what a module's forward hands to others, by a glob on module paths.
         state_bytes: the most that parameters, their gradients and the optimizer's state take on one device.
+        whole_on: mesh axes that parameters are not sharded on.
         state_copies: how many values of the size of each parameter the optimizer holds.
     """
 
@@ -36,6 +37,7 @@ class Constraints:
     modules: Mapping[str, Placements] = field(default_factory=dict)
     state_bytes: int | None = None
     state_copies: int = 2
+    whole_on: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("parameter_low", "parameter_high"):

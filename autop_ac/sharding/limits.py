@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ..capture.joint import JointGraph
 from ..graph.devices import DeviceSpec
 from .constraints import Constraints
-from .formulation import Limit
+from .formulation import Limit, Problem
 from .groups import Draft
 
 DEFAULT_SHARE = 0.5  # of the device's memory, for parameters and what goes with them
@@ -85,3 +85,35 @@ def _parameters(
     upper = None if high is None else high * total + slack
     lower = None if low is None else low * total
     return Limit(PARAMETERS, tuple(sizes), lower, upper)
+
+
+def first_plan_notes(
+    problem: Problem, chosen: Sequence[int], device: DeviceSpec
+) -> tuple[str, ...]:
+    """Which parameters are sharded, and why, where the user set no limit."""
+    limit = next((x for x in problem.limits if x.name == DEFAULT_STATE), None)
+    if limit is None or not limit.sizes:
+        return ()
+    whole = sum(max(sizes) for _, sizes in limit.sizes)
+    held, memory = limit.held(chosen), float(device.memory_bytes)
+    assert limit.high is not None
+    what = f"parameters, gradients and the state of AdamW take {_gib(whole)} whole"
+    if whole <= limit.high:
+        why = (
+            f"{what}, within half of the {_gib(memory)} of a device ({device.name}): parameters are sharded "
+            "only where that costs no time"
+        )
+    elif limit.high <= DEFAULT_SHARE * memory:
+        why = f"{what}, more than half of the {_gib(memory)} of a device ({device.name}): they are sharded"
+    else:
+        why = (
+            f"{what}, and cut as far as can be still more than half of the {_gib(memory)} of a device "
+            f"({device.name})"
+        )
+    return (
+        f"no limit on memory was given: {why}; as planned they take {_gib(held)} on each device",
+    )
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"

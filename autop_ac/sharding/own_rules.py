@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from .image_rules import IMAGE_RULES
@@ -56,10 +56,28 @@ def _filled(args: Any, kwargs: Any, outputs: Any) -> list[Any]:
     return [([Shard(d)], []) for d in range(outputs[0].dim())]
 
 
+def _new(args: Any, kwargs: Any, outputs: Any) -> list[Any]:
+    """One value everywhere, of the dtype of a tensor, which may lie as it likes."""
+    source, out = args[0], outputs[0]
+    anyhow = [Replicate(), *(Shard(d) for d in range(source.dim())), Partial("sum")]
+    rows: list[Any] = [([Replicate()], [p]) for p in anyhow]
+    for d in range(out.dim()):
+        rows.append(([Shard(d)], [Replicate()]))
+        if d < source.dim() and source.shape[d] == out.shape[d]:
+            rows.append(([Shard(d)], [Shard(d)]))
+    return rows
+
+
+def _new_zeros(args: Any, kwargs: Any, outputs: Any) -> list[Any]:
+    """As `_new`; zeros sum up to zeros, so that what is added to them may be summed later."""
+    rows = _new(args, kwargs, outputs)
+    return [*rows, *(([Partial("sum")], ins) for outs, ins in rows if outs == [Replicate()])]
+
+
 def _weight_norm(args: Any, kwargs: Any, outputs: Any) -> list[Any]:
     """Norms along all dims but the last argument."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    dim = args[-1] % tensors[0].dim()
+    dim = args[-1] % tensors[0].dim() if isinstance(args[-1], int) else 0
     return [([Shard(dim)] * len(outputs), [Shard(dim)] * len(tensors))]
 
 
@@ -75,6 +93,10 @@ OWN_RULES: Mapping[Any, Callable[[Any, Any, Any], list[Any]]] = {
     aten.zeros.default: _filled,
     aten.ones.default: _filled,
     aten.empty.memory_format: _filled,
+    aten.new_zeros.default: _new_zeros,
+    aten.new_ones.default: _new,
+    aten.new_full.default: _new,
+    aten.new_empty.default: _new,
     aten._weight_norm_interface.default: _weight_norm,
     aten._weight_norm_interface_backward.default: _weight_norm,
     **IMAGE_RULES,

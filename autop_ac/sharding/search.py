@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..capture.fingerprint import fingerprint
 from ..capture.joint import JointGraph
 from ..errors import ConfigError
 from ..graph.devices import DeviceSpec, Topology
-from .build import build_problem
+from .build import Built, build_problem
 from .conflict import why_infeasible
 from .constraints import Constraints
-from .formulation import evaluate
+from .formulation import Problem, evaluate
 from .groups import Settings
+from .limits import first_plan_notes
 from .optimise import optimise
 from .outcome import plan_of
 from .plan import ShardingPlan
 
+_SMALL = 50_000  # variables of a program without shared ones that is solved too
 _log = logging.getLogger("autop_ac")
 
 
@@ -60,20 +65,68 @@ def search(
         InfeasibleError: no plan meets all constraints; the message names those in conflict.
         SolverError: the solver found no plan in time.
     """
+    settings = Settings(
+        mesh, device, topology, reduce_dtype, reshard_after_forward, prefetch=prefetch
+    )
+    return search_with(joint, constraints, settings, time_limit_s=time_limit_s, gap=gap)
+
+
+def best_choice(
+    joint: JointGraph,
+    constraints: Constraints,
+    settings: Settings,
+    *,
+    time_limit_s: float = 60.0,
+    gap: float = 0.001,
+) -> tuple[Built, tuple[int, ...], float] | None:
+    """The program, its cheapest choice and the gap reached; None where no choice is possible.
+
+    A model so small that its latencies count may gain by a plan that changes from layer to layer: where
+    the program without shared variables is small, it is solved too, and taken where it is better.
+    """
+    built = build_problem(joint, constraints, settings)
+    found = optimise(built.problem, time_limit_s=time_limit_s, gap=gap)
+    if found is None:
+        return None
+    chosen, reached = found
+    seconds = evaluate(built.problem, chosen)
+    if settings.fold and len(built.problem.names) < sum(built.problem.counts):
+        if _unfolded_size(built.problem) <= _SMALL:
+            apart = build_problem(joint, constraints, replace(settings, fold=False))
+            other = optimise(apart.problem, time_limit_s=time_limit_s, gap=gap)
+            if other is not None and evaluate(apart.problem, other[0]) < seconds * (1 - gap):
+                return apart, *other
+    return built, chosen, reached
+
+
+def _unfolded_size(problem: Problem) -> int:
+    """Variables without shared ones, counted too high where values share an edge."""
+    moves = [int(np.isfinite(e.seconds).sum()) for e in problem.edges]
+    options = sum(n * len(o) for n, o in zip(problem.counts, problem.options, strict=True))
+    return options + sum(v.count * sum(moves[e] for e in v.edges) for v in problem.values)
+
+
+def search_with(
+    joint: JointGraph,
+    constraints: Constraints,
+    settings: Settings,
+    *,
+    time_limit_s: float = 60.0,
+    gap: float = 0.001,
+) -> ShardingPlan:
+    """`search`, its settings in one value."""
+    mesh, topology = settings.mesh, settings.topology
     if len(topology.link_bandwidth) != mesh.ndim:
         raise ConfigError(
             f"topology describes {len(topology.link_bandwidth)} axes, the mesh has {mesh.ndim} of "
             f"shape {tuple(mesh.shape)}"
         )
     started = time.monotonic()
-    settings = Settings(
-        mesh, device, topology, reduce_dtype, reshard_after_forward, prefetch=prefetch
-    )
-    built = build_problem(joint, constraints, settings)
-    found = optimise(built.problem, time_limit_s=time_limit_s, gap=gap)
-    if found is None:
+    best = best_choice(joint, constraints, settings, time_limit_s=time_limit_s, gap=gap)
+    if best is None:
         raise why_infeasible(joint, constraints, settings, time_limit_s)
-    chosen, reached = found
-    evaluate(built.problem, chosen)
+    built, chosen, reached = best
     _log.info("sharding search: %d groups, %.2f s", len(chosen), time.monotonic() - started)
-    return plan_of(joint, mesh, built, chosen, reached)
+    plan = plan_of(joint, mesh, built, chosen, reached)
+    notes = (*plan.notes, *first_plan_notes(built.problem, chosen, settings.device))
+    return replace(plan, notes=notes, fingerprint=fingerprint(joint))

@@ -79,7 +79,12 @@ def collect_edges(
         settings.device.memory_bandwidth,
         exchange=settings.device.name != "cpu",  # gloo has no all-to-all
     )
-    edges = tuple(_edge(draft, read, *nodes, prices) for read, nodes in first.items())
+    # what backward keeps from forward is moved in forward, so that both sides may share the move
+    kept = set() if settings.reshard_after_forward else chains.held
+    edges = tuple(
+        _edge(draft, read, *nodes, prices, follows=nodes[0] not in kept)
+        for read, nodes in first.items()
+    )
     values = (Value(numbered, n, stream) for (numbered, stream), n in alike.items())
     return edges, tuple(values), streams
 
@@ -118,6 +123,8 @@ def _edge(
     leaf: torch.fx.Node,
     reader: torch.fx.Node | None,
     prices: RedistributionCosts,
+    *,
+    follows: bool,
 ) -> Edge:
     """Prices of the moves that an edge may make.
 
@@ -129,7 +136,7 @@ def _edge(
     targets = tuple(dict.fromkeys(wanted(o, read.slot) for o in draft.options[read.consumer]))
     seconds = prices.matrix(value, sources, targets)
     several_axes = len(prices.mesh_shape) > 1
-    follow = several_axes and reader is not None and _follows(reader, value)
+    follow = follows and several_axes and reader is not None and _follows(reader, value)
     if follow:
         column = {q: j for j, q in enumerate(targets)}
         stays = np.array([column.get(p, -1) for p in sources])

@@ -39,7 +39,13 @@ def test_weights_are_cut_along_both_axes_columns_before_rows(planned):
     for name, placements in plan.parameters.items():
         if name not in ("cos", "sin"):
             assert placements[0].is_shard() and placements[1].is_shard(), name
-    for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"):
+    for name in (
+        "attention.wq",
+        "attention.wk",
+        "attention.wv",
+        "feed_forward.w1",
+        "feed_forward.w3",
+    ):
         assert plan.parameters[f"{layer}{name}.weight"][1] == S0, name
     for name in ("attention.wo", "feed_forward.w2"):
         assert plan.parameters[f"{layer}{name}.weight"][1] == S1, name

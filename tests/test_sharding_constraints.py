@@ -121,11 +121,16 @@ def state_bytes(plan, model, copies):
 def test_parameters_gradients_and_optimizer_state_stay_below_the_limit(optimizer, copies):
     model = Stack()
     whole = sum(p.numel() * 4 * (2 + copies) for p in model.parameters())
+    least = whole // 4  # each parameter can be cut in four
     with opened(model, (4,)) as ap:
-        ap.add_state_memory_constraint(whole // 3, optimizer)
+        ap.add_state_memory_constraint(least, optimizer)
         plan = ap.optimize_placement()
-    assert state_bytes(plan, model, copies) <= whole // 3
-    assert not any("no limit" in note for note in plan.notes)
+        assert state_bytes(plan, model, copies) == least
+        assert not any("no limit" in note for note in plan.notes)
+        ap.add_state_memory_constraint(least - 1, optimizer)
+        with pytest.raises(InfeasibleError) as caught:
+            ap.optimize_placement()
+    assert caught.value.smallest_bytes == least
 
 
 def test_a_state_limit_out_of_reach_tells_what_can_be_reached():

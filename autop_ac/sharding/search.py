@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
+<<<<<<< HEAD
 from dataclasses import replace
+=======
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+>>>>>>> 4d83985801bd950348564fea4d549f1b0057f912
 
 import numpy as np
 import torch
@@ -45,6 +50,7 @@ def search(
     prefetch: bool = True,
     time_limit_s: float = 60.0,
     gap: float = 0.001,
+    stage: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> ShardingPlan:
     """The plan with the least predicted seconds of one step that meets the constraints.
 
@@ -59,6 +65,7 @@ def search(
         prefetch: whether collectives of parameters run beside computation, as far as there is any.
         time_limit_s: of the solver.
         gap: relative distance to the best plan at which the solver may stop.
+        stage: is told what runs, by a context around it.
 
     Raises:
         ConfigError: a constraint does not fit the graph.
@@ -122,8 +129,17 @@ def search_with(
             f"shape {tuple(mesh.shape)}"
         )
     started = time.monotonic()
+<<<<<<< HEAD
     best = best_choice(joint, constraints, settings, time_limit_s=time_limit_s, gap=gap)
     if best is None:
+=======
+    settings = Settings(mesh, device, topology, reduce_dtype, reshard_after_forward)
+    with stage("options: what each operator can do"):
+        built = build_problem(joint, constraints, settings)
+    with stage("solve: which of it costs least"):
+        found = optimise(built.problem, time_limit_s=time_limit_s, gap=gap)
+    if found is None:
+>>>>>>> 4d83985801bd950348564fea4d549f1b0057f912
         raise why_infeasible(joint, constraints, settings, time_limit_s)
     built, chosen, reached = best
     _log.info("sharding search: %d groups, %.2f s", len(chosen), time.monotonic() - started)

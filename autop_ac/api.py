@@ -305,19 +305,13 @@ class AutoParallel:
             raise UsageError(
                 f"{call} takes the plan of optimize_placement, not {type(plan).__name__}"
             )
-<<<<<<< HEAD
-        if outputs not in ("local", "dtensor"):
-            raise ConfigError(f'outputs={outputs!r}: give "local" or "dtensor"')
-        joint = self._open_joint("apply_placement")
+        joint = self._open_joint(call)
         if plan.fingerprint and plan.fingerprint != fingerprint(joint):
             raise UsageError(
                 "the plan is for another model, for inputs of other shapes or for other settings: its graph's "
                 f"fingerprint is {plan.fingerprint[:12]}, and this one's {fingerprint(joint)[:12]}. Take "
                 "one from optimize_placement of this object"
             )
-=======
-        joint = self._open_joint(call)
->>>>>>> 4d83985801bd950348564fea4d549f1b0057f912
         computed = {n.name for n in joint.module.graph.nodes if n.target is not operator.getitem}
         if missing := sorted(computed - set(plan.choices)):
             raise UsageError(

@@ -50,7 +50,8 @@ class Settings:
         """The placement of every tensor that takes least time within the constraints."""
         check_same(self.mesh, "the captured graph", fingerprint(joint))
         return from_first_rank(
-            self.mesh, lambda: search_with(joint, constraints, self._for_search())
+            self.mesh,
+            lambda: search_with(joint, constraints, self._for_search(), stage=self.stage),
         )
 
     def explainer(self, joint: JointGraph, constraints: Constraints) -> Explainer:
@@ -62,23 +63,10 @@ class Settings:
     def _for_search(self) -> SearchSettings:
         return SearchSettings(
             self.mesh,
-<<<<<<< HEAD
             self.device,
             self.topology,
             self.mp_policy.reduce_dtype if self.mp_policy else None,
             self.reshard_after_forward,
-=======
-            lambda: search(
-                joint,
-                self.mesh,
-                constraints,
-                device=self.device,
-                topology=self.topology,
-                reduce_dtype=self.mp_policy.reduce_dtype if self.mp_policy else None,
-                reshard_after_forward=self.reshard_after_forward,
-                stage=self.stage,
-            ),
->>>>>>> 4d83985801bd950348564fea4d549f1b0057f912
         )
 
     def recompute(self, joint: JointGraph, hints: ResolvedHints, plan: ShardingPlan) -> Recompute:

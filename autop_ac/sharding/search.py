@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-<<<<<<< HEAD
-from dataclasses import replace
-=======
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
->>>>>>> 4d83985801bd950348564fea4d549f1b0057f912
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -35,6 +32,7 @@ from .outcome import plan_of
 from .plan import ShardingPlan
 
 _SMALL = 50_000  # variables of a program without shared ones that is solved too
+_Stage = Callable[[str], AbstractContextManager[None]]
 _log = logging.getLogger("autop_ac")
 
 
@@ -50,7 +48,7 @@ def search(
     prefetch: bool = True,
     time_limit_s: float = 60.0,
     gap: float = 0.001,
-    stage: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+    stage: _Stage = lambda name: nullcontext(),
 ) -> ShardingPlan:
     """The plan with the least predicted seconds of one step that meets the constraints.
 
@@ -75,7 +73,9 @@ def search(
     settings = Settings(
         mesh, device, topology, reduce_dtype, reshard_after_forward, prefetch=prefetch
     )
-    return search_with(joint, constraints, settings, time_limit_s=time_limit_s, gap=gap)
+    return search_with(
+        joint, constraints, settings, time_limit_s=time_limit_s, gap=gap, stage=stage
+    )
 
 
 def best_choice(
@@ -85,14 +85,17 @@ def best_choice(
     *,
     time_limit_s: float = 60.0,
     gap: float = 0.001,
+    stage: _Stage = lambda name: nullcontext(),
 ) -> tuple[Built, tuple[int, ...], float] | None:
     """The program, its cheapest choice and the gap reached; None where no choice is possible.
 
     A model so small that its latencies count may gain by a plan that changes from layer to layer: where
     the program without shared variables is small, it is solved too, and taken where it is better.
     """
-    built = build_problem(joint, constraints, settings)
-    found = optimise(built.problem, time_limit_s=time_limit_s, gap=gap)
+    with stage("options: what each operator can do"):
+        built = build_problem(joint, constraints, settings)
+    with stage("solve: which of it costs least"):
+        found = optimise(built.problem, time_limit_s=time_limit_s, gap=gap)
     if found is None:
         return None
     chosen, reached = found
@@ -120,6 +123,7 @@ def search_with(
     *,
     time_limit_s: float = 60.0,
     gap: float = 0.001,
+    stage: _Stage = lambda name: nullcontext(),
 ) -> ShardingPlan:
     """`search`, its settings in one value."""
     mesh, topology = settings.mesh, settings.topology
@@ -129,17 +133,10 @@ def search_with(
             f"shape {tuple(mesh.shape)}"
         )
     started = time.monotonic()
-<<<<<<< HEAD
-    best = best_choice(joint, constraints, settings, time_limit_s=time_limit_s, gap=gap)
+    best = best_choice(
+        joint, constraints, settings, time_limit_s=time_limit_s, gap=gap, stage=stage
+    )
     if best is None:
-=======
-    settings = Settings(mesh, device, topology, reduce_dtype, reshard_after_forward)
-    with stage("options: what each operator can do"):
-        built = build_problem(joint, constraints, settings)
-    with stage("solve: which of it costs least"):
-        found = optimise(built.problem, time_limit_s=time_limit_s, gap=gap)
-    if found is None:
->>>>>>> 4d83985801bd950348564fea4d549f1b0057f912
         raise why_infeasible(joint, constraints, settings, time_limit_s)
     built, chosen, reached = best
     _log.info("sharding search: %d groups, %.2f s", len(chosen), time.monotonic() - started)

@@ -1,6 +1,6 @@
 """autop_ac: automatic parallelism with activation checkpointing under your control."""
 
-from .annotate import ac_region, checkpoint_name
+from .annotate import ac_region, checkpoint_name, with_sharding_constraint
 from .api import AutoParallel, auto_parallel
 from .backend import ACBackend, autoparallel_backend, backend
 from .capture.calling import ForwardInputs
@@ -12,6 +12,7 @@ from .errors import (
     HintError,
     InfeasibleError,
     PartitionError,
+    PlanFileError,
     SolverError,
     UsageError,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "HintError",
     "InfeasibleError",
     "PartitionError",
+    "PlanFileError",
     "Rule",
     "ShardingPlan",
     "SolverError",
@@ -58,4 +60,5 @@ __all__ = [
     "fake_mesh",
     "launch",
     "measure_memory",
+    "with_sharding_constraint",
 ]

@@ -36,6 +36,29 @@ mark = torch.ops.autop_ac.mark.default
 torch.fx.has_side_effect(mark)
 
 
+@torch.library.custom_op("autop_ac::placed", mutates_args=())
+def _placed(x: torch.Tensor, placements: str, source: str) -> torch.Tensor:
+    """Gives a value back; stands where its placement is fixed, and its gradient's."""
+    return x.clone()
+
+
+@_placed.register_fake
+def _(x: torch.Tensor, placements: str, source: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _keep_placements(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.placements, ctx.source = inputs
+
+
+def _gradient_placed(ctx: Any, gradient: torch.Tensor) -> Any:
+    return _placed(gradient, ctx.placements, ctx.source), None, None
+
+
+_placed.register_autograd(_gradient_placed, setup_context=_keep_placements)
+placed = torch.ops.autop_ac.placed.default
+
+
 def operator_names() -> list[str]:
     """Every registered operator, as ``"aten.mm.default"``."""
     names = []
@@ -144,5 +167,6 @@ __all__ = [
     "mark",
     "operator_count",
     "operator_names",
+    "placed",
     "traced_line",
 ]

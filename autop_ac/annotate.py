@@ -5,7 +5,7 @@ under a key of its own (``autop_ac_region_<uid>``): nested annotations with one 
 each other, and with a growing uid the innermost region is the one with the largest. Values of an
 annotation are strings, booleans and tuples of strings, because Dynamo keeps nothing else. A name
 becomes an operator without a result that reads the value; capture takes it out of the joint graph and
-leaves the name on the value. Under
+leaves the name on the value. A sharding constraint becomes an operator too, and then an alias. Under
 plain `torch.compile` regions and names do nothing; in eager the decorator checkpoints through
 `torch.utils.checkpoint`.
 """
@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -32,6 +33,7 @@ from torch.utils.checkpoint import (
 
 from . import _torch_annotate as private
 from .errors import ConfigError, HintError
+from .placements import placement_text
 from .policies import Selector, check_name, conflicts, parse_selector, parse_selectors
 
 REGION_PREFIX = "autop_ac_region_"
@@ -316,6 +318,54 @@ def checkpoint_name(x: T, name: str) -> T:
         check_name(name)
     elif _is_capturing():
         private.mark(x, _checked_name(name))
+    return x
+
+
+@private.constant_while_tracing
+def _placed_at(placements: Any) -> tuple[str, str]:
+    """Runs at trace time: the placements in text, and the line."""
+    line = private.traced_line()
+    return _checked_placements(placements), f"{line[0]}:{line[1]}" if line else ""
+
+
+def _checked_placements(placements: Any) -> str:
+    given = (placements,) if isinstance(placements, Placement) else placements
+    if not isinstance(given, (list, tuple)) or not given:
+        raise ConfigError(
+            f"with_sharding_constraint got {placements!r}: give a tuple, one placement per mesh axis, "
+            "such as (Shard(0), Replicate())"
+        )
+    if any(type(p) is not Shard and type(p) is not Replicate for p in given):
+        raise ConfigError(
+            f"with_sharding_constraint got {placements!r}: allowed are Shard(dim) and Replicate()"
+        )
+    return placement_text(given)
+
+
+def with_sharding_constraint(x: T, placements: Any) -> T:
+    """Fix how a value lies on the mesh, and its gradient with it; the value comes back.
+
+    While autop_ac captures a model, the search places the value so here, moved there from wherever it
+    was computed; nothing is left of it in what runs. In eager and under plain `torch.compile` it does
+    nothing.
+
+    Args:
+        x: a tensor.
+        placements: `Shard` or `Replicate`, one per mesh axis.
+
+    Raises:
+        ConfigError: not a tensor, or no such placements; when the plan is made, placements that the mesh or
+            the tensor's shape does not allow.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise ConfigError(
+            f"with_sharding_constraint got a {type(x).__name__}: constrain each tensor by itself"
+        )
+    if not torch.compiler.is_dynamo_compiling():
+        _checked_placements(placements)
+    elif _is_capturing():
+        text, source = _placed_at(placements)
+        return private.placed(x, text, source)
     return x
 
 

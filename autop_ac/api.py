@@ -18,9 +18,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ._torch_trace import artifact
 from .build import Settings
+from .capture.fingerprint import fingerprint
 from .capture.joint import JointGraph
 from .capture.trace import Request, capture, request
-from .config import ACConfig, CompileConfig, ac_config
+from .config import OPTIMIZER_COPIES, ACConfig, CompileConfig, ac_config, parse_bytes
 from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, Topology, described_gpu, find_device
 from .progress import progress
@@ -227,6 +228,24 @@ class AutoParallel:
             )
         self._constrain("add_parameter_memory_constraint", parameter_low=low, parameter_high=high)
 
+    def add_state_memory_constraint(
+        self, limit: str | int, optimizer: str | None = "adamw"
+    ) -> None:
+        """Bound the bytes of parameters, gradients and optimizer state together, on one device.
+
+        Args:
+            limit: ``"40 GiB"``, or an int of bytes; rounded down.
+            optimizer: as in `ACConfig`; None for one without state.
+        """
+        limit_bytes = parse_bytes(limit, name="limit", round_down=True, off="no call")
+        if optimizer is not None and optimizer not in OPTIMIZER_COPIES:
+            raise ConfigError(
+                f"optimizer={optimizer!r}: allowed are {', '.join(OPTIMIZER_COPIES)}; None for one without "
+                "state"
+            )
+        copies = 0 if optimizer is None else OPTIMIZER_COPIES[optimizer]
+        self._constrain("add_state_memory_constraint", state_bytes=limit_bytes, state_copies=copies)
+
     def _per_tensor(self, placements: PlacementsPerTensor | None, kind: str) -> Any:
         joint = self._open_joint(f"add_{kind}_constraints")
         if placements is None:
@@ -262,7 +281,9 @@ class AutoParallel:
             InfeasibleError: no plan satisfies the constraints; they are named.
         """
         joint = self._open_joint("optimize_placement")
-        plan = self._settings().search(joint, self._constraints)
+        settings, constraints = self._settings(), self._constraints
+        plan = settings.search(joint, constraints)
+        plan = dataclasses.replace(plan, explainer=settings.explainer(joint, constraints))
         log.log(logging.INFO if verbose else logging.DEBUG, "%s", plan)
         artifact("sharding_plan", lambda: plan_table(plan))
         self._plan, self._report, self._applied = plan, None, False
@@ -285,6 +306,12 @@ class AutoParallel:
                 f"{call} takes the plan of optimize_placement, not {type(plan).__name__}"
             )
         joint = self._open_joint(call)
+        if plan.fingerprint and plan.fingerprint != fingerprint(joint):
+            raise UsageError(
+                "the plan is for another model, for inputs of other shapes or for other settings: its graph's "
+                f"fingerprint is {plan.fingerprint[:12]}, and this one's {fingerprint(joint)[:12]}. Take "
+                "one from optimize_placement of this object"
+            )
         computed = {n.name for n in joint.module.graph.nodes if n.target is not operator.getitem}
         if missing := sorted(computed - set(plan.choices)):
             raise UsageError(
@@ -427,7 +454,7 @@ class AutoParallel:
 
 
 class NodeConstraints:
-    """Constraints on single nodes of the captured graph (``ap.sharding_optimizer``)."""
+    """Constraints on nodes of the captured graph and on modules (``ap.sharding_optimizer``)."""
 
     def __init__(self, owner: AutoParallel) -> None:
         self._owner = owner
@@ -454,6 +481,23 @@ class NodeConstraints:
             )
         nodes = {**owner._constraints.nodes, name: given}
         owner._constrain("add_node_constraint", nodes=nodes)
+
+    def add_module_constraint(self, modules: str, placement: Sequence[Placement]) -> None:
+        """Fix the placement of what modules hand to others in forward.
+
+        Args:
+            modules: a module path or a glob on paths, ``"layers.*.attention"``.
+            placement: one placement per mesh axis.
+        """
+        owner = self._owner
+        given = (placement,) if isinstance(placement, Placement) else tuple(placement)
+        if len(given) != owner._mesh.ndim or not all(isinstance(p, Placement) for p in given):
+            raise ConfigError(
+                f"module constraint {placement!r}: the mesh has {owner._mesh.ndim} axes, give one "
+                "placement for each"
+            )
+        held = {**owner._constraints.modules, modules: given}
+        owner._constrain("add_module_constraint", modules=held)
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ._torch_trace import artifact
 from .agree import check_same, from_first_rank
+from .capture.fingerprint import fingerprint
 from .capture.joint import JointGraph
 from .capture.trace import Request, capture
 from .config import ACConfig, CompileConfig
@@ -25,8 +26,10 @@ from .recompute.pipeline import Recompute, plan_recompute
 from .runtime.parallel import Modes, Outputs, Runner, make_runner, placed_state
 from .sharding.apply import apply_plan
 from .sharding.constraints import Constraints
+from .sharding.explain import Explainer
+from .sharding.groups import Settings as SearchSettings
 from .sharding.plan import Placements, ShardingPlan
-from .sharding.search import search
+from .sharding.search import search_with
 
 
 @dataclass(frozen=True)
@@ -45,19 +48,25 @@ class Settings:
 
     def search(self, joint: JointGraph, constraints: Constraints) -> ShardingPlan:
         """The placement of every tensor that takes least time within the constraints."""
-        check_same(self.mesh, "the captured graph", _fingerprint(joint))
+        check_same(self.mesh, "the captured graph", fingerprint(joint))
         return from_first_rank(
             self.mesh,
-            lambda: search(
-                joint,
-                self.mesh,
-                constraints,
-                device=self.device,
-                topology=self.topology,
-                reduce_dtype=self.mp_policy.reduce_dtype if self.mp_policy else None,
-                reshard_after_forward=self.reshard_after_forward,
-                stage=self.stage,
-            ),
+            lambda: search_with(joint, constraints, self._for_search(), stage=self.stage),
+        )
+
+    def explainer(self, joint: JointGraph, constraints: Constraints) -> Explainer:
+        """What answers `ShardingPlan.explain`; each process asks for itself."""
+        settings = self._for_search()
+        again = partial(search_with, joint, settings=settings)
+        return Explainer(joint, constraints, settings, again)
+
+    def _for_search(self) -> SearchSettings:
+        return SearchSettings(
+            self.mesh,
+            self.device,
+            self.topology,
+            self.mp_policy.reduce_dtype if self.mp_policy else None,
+            self.reshard_after_forward,
         )
 
     def recompute(self, joint: JointGraph, hints: ResolvedHints, plan: ShardingPlan) -> Recompute:
@@ -126,16 +135,6 @@ class Settings:
         )
         hints = resolve_hints(joint.module, joint.placeholders, joint.module_prefix)
         return self.lower(joint, hints, self.search(joint, constraints))[1]
-
-
-def _fingerprint(joint: JointGraph) -> str:
-    """The captured graph in short: operators, what they read, shapes."""
-    lines = []
-    for node in joint.module.graph.nodes:
-        value = node.meta.get("val")
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-        lines.append(f"{node.name} {node.target} {node.args} {node.kwargs} {shape}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _collectives(recompute: Recompute) -> str:

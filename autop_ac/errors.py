@@ -45,5 +45,9 @@ class PartitionError(AutopACError):
     """The values really kept from forward to backward are not those that were planned."""
 
 
+class PlanFileError(AutopACError, ValueError):
+    """A file holds no complete plan of a version that is read here."""
+
+
 class UsageError(AutopACError, RuntimeError):
     """A call out of order, or on an object whose `with` block has ended."""

@@ -16,7 +16,7 @@ from autop_ac.graph.devices import Topology
 from autop_ac.sharding import optimise as optimise_module
 from autop_ac.sharding.bound import lower_bound
 from autop_ac.sharding.costs import RedistributionCosts
-from autop_ac.sharding.formulation import Edge, Problem, Value, evaluate
+from autop_ac.sharding.formulation import Edge, Limit, Problem, Stream, Value, evaluate
 from autop_ac.sharding.layout import local_bytes
 from autop_ac.sharding.optimise import optimise
 from autop_ac.sharding.option import Option
@@ -26,8 +26,8 @@ PLACES = ((Replicate(),), (Shard(0),), (Shard(1),))
 
 @st.composite
 def problems(draw):
-    """Up to six groups, each reading earlier ones or itself, with shared moves, ties and memory."""
-    size = draw(st.integers(2, 6))
+    """Up to six groups, each reading earlier ones or itself, with shared and hidden moves, and memory."""
+    size, hidden = draw(st.integers(2, 6)), draw(st.booleans())
     cents = st.integers(0, 20).map(lambda n: n / 4)
     options, seconds, edges, values = [], [], [], []
     readers = {}
@@ -42,8 +42,9 @@ def problems(draw):
                 unique=True,
             )
         )
-        options.append(tuple(Option(p[1:], p[:1]) for p in placed))
-        seconds.append(tuple(draw(cents) for _ in placed))
+        computing = [draw(cents) for _ in placed]
+        options.append(tuple(Option(p[1:], p[:1], t) for p, t in zip(placed, computing)))
+        seconds.append(tuple(t + draw(cents) / 100 for t in computing))
         for slot, source in enumerate(sources):
             readers.setdefault(source, []).append((group, slot))
     prices = {}  # of a value, by move: what readers share
@@ -60,9 +61,18 @@ def problems(draw):
                 table[i, j] = prices[key]
             edges.append(Edge(source, 0, group, slot, gives, wants, table))
             numbers.append(len(edges) - 1)
-        values.append(Value(tuple(numbers), draw(st.integers(1, 3))))
+        stream = draw(st.integers(-1, 1)) if hidden else -1
+        values.append(Value(tuple(numbers), draw(st.integers(1, 3)), stream))
         if len(numbers) > 1:  # the same read, alone, elsewhere
             values.append(Value((numbers[0],), draw(st.integers(1, 2))))
+    counts = tuple(draw(st.integers(1, 3)) for _ in range(size))
+    beside = [draw(st.integers(-1, 1)) for _ in range(size)]
+    streams = tuple(
+        Stream(
+            k, tuple((g, draw(st.integers(1, counts[g]))) for g in range(size) if beside[g] == k)
+        )
+        for k in ((0, 1) if hidden else ())
+    )
     memory = tuple(
         (g, tuple(draw(st.integers(1, 9)) for _ in options[g])) for g in range(size) if g % 2
     )
@@ -71,11 +81,11 @@ def problems(draw):
         names=tuple(f"g{i}" for i in range(size)),
         options=tuple(options),
         option_s=tuple(seconds),
-        counts=tuple(draw(st.integers(1, 3)) for _ in range(size)),
+        counts=counts,
         edges=tuple(edges),
         values=tuple(values),
-        memory=memory,
-        memory_high=high,
+        limits=(Limit("memory", memory, None, high),),
+        streams=streams,
     )
 
 

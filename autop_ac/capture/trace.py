@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .. import _torch as private
 from ..annotate import capturing, is_region_object
 from ..errors import AutopACError, CaptureError, ConfigError
+from .batch_norm import BATCH_NORM
 from .calling import CallForm, Calling, FlatForward, call_form, noting
 from .joint import JointGraph, Port
 from .marks import take_marks
@@ -165,7 +166,7 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
         ) from error
     _check_changes(noted.changes, wanted.model, where)
     names = _restore_dtypes(graph, wanted.originals, wanted.fake_mode)
-    joint = _export_joint(graph, tensors, where)
+    joint = _export_joint(graph, tensors, where, divisible=True)
     take_marks(joint.graph_module)
     paired = zip(wanted.form.names, wanted.leaves, strict=True)
     given = [name for name, leaf in paired if isinstance(leaf, torch.Tensor)]
@@ -197,7 +198,7 @@ def differentiate(graph: torch.fx.GraphModule, inputs: Sequence[Port]) -> JointG
         CaptureError: AOTAutograd cannot differentiate it.
     """
     values = [n.meta["example_value"] for n in graph.graph.find_nodes(op="placeholder")]
-    joint = _export_joint(graph, values, "while compiling")
+    joint = _export_joint(graph, values, "while compiling", divisible=False)
     take_marks(joint.graph_module)
     return _describe(joint, {}, inputs, None, "")
 
@@ -311,8 +312,11 @@ def _restore_dtypes(
     return names
 
 
-def _export_joint(graph: torch.fx.GraphModule, tensors: list[Any], where: str) -> Any:
-    joint = _exported(graph, tensors, where)
+def _export_joint(
+    graph: torch.fx.GraphModule, tensors: list[Any], where: str, *, divisible: bool
+) -> Any:
+    """The joint graph; `divisible`: of operators that compute a part of the batch as they do the whole."""
+    joint = _exported(graph, tensors, where, divisible)
     infos = joint._aot_state.fw_metadata.output_info
     views = [i for i, info in enumerate(infos) if info.output_type in private.VIEW_OUTPUTS]
     if not views:
@@ -326,11 +330,13 @@ def _export_joint(graph: torch.fx.GraphModule, tensors: list[Any], where: str) -
         results = (*results[:i], copied, *results[i + 1 :])
     output.args = (results,)
     graph.recompile()
-    return _exported(graph, tensors, where)
+    return _exported(graph, tensors, where, divisible)
 
 
-def _exported(graph: torch.fx.GraphModule, tensors: list[Any], where: str) -> Any:
-    table = torch._decomp.get_decompositions(_DECOMPOSED)  # noqa: TID251 documented entry point
+def _exported(graph: torch.fx.GraphModule, tensors: list[Any], where: str, divisible: bool) -> Any:
+    table = dict(torch._decomp.get_decompositions(_DECOMPOSED))  # noqa: TID251 documented entry point
+    if divisible:
+        table |= BATCH_NORM
     with contextlib.ExitStack() as stack, torch.enable_grad():
         try:
             return private.aot_export_joint_with_descriptors(

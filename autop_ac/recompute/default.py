@@ -72,17 +72,18 @@ def _forward_names(gm: fx.GraphModule, kept: set[str], num_fwd_outputs: int) -> 
     results = pytree.arg_tree_leaves(*nodes[-1].args)[:num_fwd_outputs]
     sides = sides_of(nodes, {}, [r for r in results if isinstance(r, fx.Node)])
     followed = follows_of(nodes)
-    found: set[str] = set()
+    seen: set[fx.Node] = set()
     work = [n for n in nodes if n.name in kept]
     while work:
         node = work.pop()
+        if node in seen:
+            continue
+        seen.add(node)
         if sides[node] == "backward":
             work.extend(node.all_input_nodes)
-        elif sides[node] == "forward" and node.name not in found:
-            found.add(node.name)
-            if followed[node] is not None:
-                work.append(followed[node])
-    return frozenset(found)
+        elif sides[node] == "forward" and followed[node] is not None:
+            work.append(followed[node])
+    return frozenset(n.name for n in seen if sides[n] == "forward")
 
 
 def _copy(

@@ -22,7 +22,7 @@ def plan_table(plan: ShardingPlan) -> str:
         (
             f"Sharding plan on mesh {' x '.join(map(_axis, plan.axis_names, plan.mesh_shape))}",
             f"  predicted step {duration(plan.objective_s)}: computation {duration(compute)}, "
-            f"collectives {duration(moving)}",
+            f"collectives {duration(moving)}, of which {duration(plan.hidden_s)} run beside computation",
             f"  gap to the lower bound {plan.gap:.2%}",
             table_text(headings, cells, right=(1,)),
             *(wrapped(f"note: {note}") for note in plan.notes),

@@ -26,11 +26,12 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch as private
 from ..capture.joint import JointGraph, Port
+from ..capture.marks import placed_of
 from ..capture.names import module_path, source_line
 from ..errors import AutopACError
 from ..graph.collect import draws_random
 from ..graph.random import drawn_with_offset, rank_offset, sharded_axes
-from .options import local_sizes
+from .local_args import local_sizes
 from .plan import Choice, Placements, ShardingPlan
 
 _TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
@@ -146,6 +147,10 @@ class _Sharder:
                 results = self._results(node)
             elif node.op == "get_attr":
                 self.values[node] = getattr(self.joint.module, node.target)
+            elif placed_of(node) is not None:  # gone: what it reads is in place
+                self.values[node] = self._bring(
+                    node.args[0], self.plan.choices[node.name].inputs[0], node
+                )
             elif node.target is operator.getitem:
                 with self._recorded_as(node, origin=node.name):
                     self.values[node] = self.values[node.args[0]][node.args[1]]
@@ -191,8 +196,10 @@ class _Sharder:
         args, kwargs = pytree.tree_map(local, (tuple(node.args), dict(node.kwargs)))
         value = node.meta.get("val")  # an assertion gives nothing
         placed = choice.outputs[0]
-        if self.mesh is not None and placed is not None and isinstance(value, torch.Tensor):
-            shape = local_shape(value.shape, self.mesh, placed)
+        if self.mesh is not None:
+            shape = None
+            if placed is not None and isinstance(value, torch.Tensor):
+                shape = local_shape(value.shape, self.mesh, placed)
             args = local_sizes(node.target, args, value, shape)
         offset = None
         if self.mesh is not None and draws_random(node) and sharded_axes(choice.outputs):

@@ -9,10 +9,12 @@ import torch
 from torch.distributed.tensor.placement_types import Shard
 
 from ..capture.joint import JointGraph
+from ..capture.marks import placed_of
 from ..graph.devices import DeviceSpec
 from .chains import activation_nodes, parameter_casts
 from .constraints import Constraints
 from .edges import collect_edges
+from .fixed import fix, fixed_by_modules, fixed_in_model
 from .fold import fold, is_tensor_node
 from .formulation import Problem
 from .groups import (
@@ -25,6 +27,7 @@ from .groups import (
     uneven_casts,
 )
 from .layout import replicated
+from .limits import limits_of
 from .option import Option
 from .options import OptionFinder
 from .ports import default_notes, port_placements, result_groups, tangent_ties
@@ -60,29 +63,40 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: Setting
         for node in joint.module.graph.nodes
     }
     draft = Draft()
+    in_model = fixed_in_model(joint, settings.shape)
+    by_module = fixed_by_modules(joint, constraints)
+    for node in {**by_module, **in_model}:  # equal layers with equal constraints stay together
+        marks[node] = (marks[node], by_module.get(node), in_model.get(node))
     for node, first in fold(joint, marks, enable=settings.fold).items():
         if first is not node:
             if first.name in draft.group_of:
                 draft.join(node.name, draft.group_of[first.name])
         elif node.op == "placeholder":
             port = joint.placeholders[node.name]
-            draft.add(node.name, placeholder_options(node, port, inputs, settings.shape), node)
+            options = placeholder_options(node, port, inputs, settings.shape)
+            if port.kind == "parameter":
+                options = _whole_on(options, constraints.whole_on)
+            draft.add(node.name, options, node)
         elif node.op == "get_attr":
             value = getattr(joint.module, str(node.target), None)
             if isinstance(value, torch.Tensor):
                 node.meta.setdefault("val", value)
                 draft.add(node.name, [placed(replicated(settings.shape), value, settings)], node)
         elif is_tensor_node(node):
-            options = finder.options(node)
+            found = finder.options(node)
             if node in uneven_chain:
-                options = (*options, *uneven_casts(node, options, settings))
-            draft.add(node.name, options, node)
+                found = (*found, *uneven_casts(node, found, settings))
+            draft.add(node.name, found, node)
     results = result_groups(joint, draft, outputs, settings.shape)
     smallest = {g: min(o.output_bytes for o in options) for g, options in enumerate(draft.options)}
     fix_nodes(joint, draft, constraints)
+    for node, placements in by_module.items():
+        fix(draft, node, placements, "module constraint")
+    for node, placements in in_model.items():
+        fix(draft, node, placements, f"with_sharding_constraint at {placed_of(node)[1]}")  # type: ignore[index]
     drop_unreachable(draft, joint)
-    edges, values = collect_edges(joint, draft, results, settings)
-    memory, low, high = _parameter_memory(joint, draft, constraints, smallest)
+    edges, values, streams = collect_edges(joint, draft, results, settings)
+    limits = limits_of(joint, draft, constraints, smallest, settings.device)
     spread_s = _SPREAD * max(settings.topology.latency_s)
     problem = Problem(
         names=tuple(draft.names),
@@ -97,13 +111,17 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: Setting
         edges=edges,
         values=values,
         ties=tangent_ties(joint, draft, results),
-        memory=memory,
-        memory_low=low,
-        memory_high=high,
+        limits=limits,
+        streams=streams,
     )
     slots = tuple(r for r in results if r is not None)
     notes = (*finder.notes, *default_notes(constraints, inputs, settings.shape))
     return Built(problem, dict(draft.group_of), slots, notes)
+
+
+def _whole_on(options: list[Option], axes: tuple[int, ...]) -> list[Option]:
+    placed = [(o, o.outputs[0] or ()) for o in options]
+    return [o for o, p in placed if not any(isinstance(p[a], Shard) for a in axes)]
 
 
 def _own_mark(node: torch.fx.Node, joint: JointGraph, constraints: Constraints) -> str:
@@ -143,29 +161,3 @@ def _seconds(
             seconds += spread_s * option.compute_s / whole_s
         found.append(seconds)
     return tuple(found)
-
-
-def _parameter_memory(
-    joint: JointGraph, draft: Draft, constraints: Constraints, smallest: dict[int, int]
-) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], float | None, float | None]:
-    """Bytes per option of each parameter, and the bounds on their sum.
-
-    The upper bound allows each parameter the least that it can take, where that is above its share:
-    a bias of 3 elements on 8 devices cannot be cut in eight.
-    """
-    memory, total, slack = [], 0, 0.0
-    high, low = constraints.parameter_high, constraints.parameter_low
-    for group, (node, count) in enumerate(zip(draft.nodes, draft.counts, strict=True)):
-        if node is None or node.op != "placeholder":
-            continue
-        if joint.placeholders[node.name].kind != "parameter":
-            continue
-        value = node.meta["val"]
-        size = value.numel() * value.element_size()
-        memory.append((group, tuple(count * o.output_bytes for o in draft.options[group])))
-        total += count * size
-        if high is not None:
-            slack += count * max(0.0, smallest[group] - high * size)
-    upper = None if high is None else high * total + slack
-    lower = None if low is None else low * total
-    return tuple(memory), lower, upper

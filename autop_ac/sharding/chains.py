@@ -43,24 +43,59 @@ def parameter_casts(joint: JointGraph) -> set[torch.fx.Node]:
     return found
 
 
-def gathered_twice(joint: JointGraph) -> set[torch.fx.Node]:
-    """Forward nodes that hold a parameter, alone, and that backward reads too."""
-    chain: list[torch.fx.Node] = []
-    members: set[torch.fx.Node] = set()
-    for node in joint.module.graph.nodes:
-        if node.op == "placeholder":
-            holds = joint.placeholders[node.name].kind == "parameter"
-        else:
-            reads = node.all_input_nodes
-            holds = node.op == "call_function" and len(reads) == 1 and reads[0] in members
-        if holds and not is_backward(node):
-            chain.append(node)
-            members.add(node)
-    twice: set[torch.fx.Node] = set()
-    for node in reversed(chain):
-        if any(is_backward(u) or u in twice for u in node.users if u.op != "output"):
-            twice.add(node)
-    return twice
+FORWARD, BACKWARD = 0, 1
+
+
+class ParameterChains:
+    """Which reads bring parameters, alone, or their gradients, into place, and on which side."""
+
+    def __init__(self, joint: JointGraph) -> None:
+        self.held: set[torch.fx.Node] = set()  # a parameter, through operators of one input
+        forward: list[torch.fx.Node] = []
+        for node in joint.module.graph.nodes:
+            if node.op == "placeholder":
+                holds = joint.placeholders[node.name].kind == "parameter"
+            else:
+                reads = node.all_input_nodes
+                holds = node.op == "call_function" and len(reads) == 1 and reads[0] in self.held
+            if holds:
+                self.held.add(node)
+                if not is_backward(node):
+                    forward.append(node)
+        self.twice: set[torch.fx.Node] = set()  # of these in forward, what backward needs again
+        for node in reversed(forward):
+            if any(is_backward(u) or u in self.twice for u in node.users if u.op != "output"):
+                self.twice.add(node)
+        self.gradients: set[torch.fx.Node] = set()
+        results = joint.module.graph.output_node().args[0]
+        for port, result in zip(joint.results, results, strict=True):
+            node = result if port is not None and port.kind == "gradient" else None
+            while node is not None and node.op == "call_function":
+                self.gradients.add(node)
+                alone = len(node.all_input_nodes) == 1 and len(node.all_input_nodes[0].users) == 1
+                node = node.all_input_nodes[0] if alone else None
+
+    def gathers(
+        self, leaf: torch.fx.Node, reader: torch.fx.Node | None, again: bool
+    ) -> tuple[tuple[int, int], ...]:
+        """(which gather, stream) of a read; readers share a gather, and what is no gather has stream -1.
+
+        Args:
+            again: whether backward gathers parameters for itself; else it keeps what forward has.
+        """
+        if leaf in self.gradients:
+            return ((BACKWARD, BACKWARD),)
+        if leaf not in self.held:
+            return ((FORWARD, -1),)
+        if is_backward(leaf):
+            return ((BACKWARD, BACKWARD),)
+        if not again:
+            return ((FORWARD, FORWARD),)
+        if reader is not None and is_backward(reader):
+            return ((BACKWARD, BACKWARD),)
+        if reader in self.twice:  # backward goes this way again
+            return ((FORWARD, FORWARD), (BACKWARD, BACKWARD))
+        return ((FORWARD, FORWARD),)
 
 
 def is_backward(node: torch.fx.Node) -> bool:

@@ -23,6 +23,10 @@ class Constraints:
         parameter_low, parameter_high: bounds on the parameter bytes of one device, as a fraction of
             all parameter bytes, in [0, 1].
         nodes: placements that a node's first output must have, by node name.
+        modules: placements of what a module's forward hands to others, by a glob on module paths.
+        state_bytes: the most that parameters, their gradients and the optimizer's state take on one device.
+        whole_on: mesh axes that parameters are not sharded on.
+        state_copies: how many values of the size of each parameter the optimizer holds.
     """
 
     inputs: PortPlacements | None = None
@@ -30,6 +34,10 @@ class Constraints:
     parameter_low: float | None = None
     parameter_high: float | None = None
     nodes: Mapping[str, Placements] = field(default_factory=dict)
+    modules: Mapping[str, Placements] = field(default_factory=dict)
+    state_bytes: int | None = None
+    state_copies: int = 2
+    whole_on: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("parameter_low", "parameter_high"):

@@ -27,6 +27,7 @@ from ..capture.joint import JointGraph
 from ..capture.names import module_path
 
 _REACH = 2  # steps; more leaves more variables at both ends of the model, and a longer search
+_FEWEST = 3  # layers; of two each is at an end of the model
 _HERE = ("node",)  # stands for a node among the constants of an operator
 
 
@@ -43,26 +44,30 @@ def fold(
     nodes = [n for n in joint.module.graph.nodes if n.op != "output"]
     if not enable:
         return {node: node for node in nodes}
-    places = _places(joint, nodes)
+    places = places_of(joint)
     colours = _looks(joint, nodes, places, marks)
     for _ in range(_REACH):
         colours = _widened(nodes, colours)
     seen: dict[tuple[int, str], int] = defaultdict(int)
-    first: dict[tuple[int, int], torch.fx.Node] = {}
-    found = {}
+    classes: dict[tuple[int, int], list[torch.fx.Node]] = defaultdict(list)
     for node in nodes:
         here = (colours[node], places[node])
-        found[node] = first.setdefault((colours[node], seen[here]), node)
+        classes[colours[node], seen[here]].append(node)
         seen[here] += 1
-    return found
+    found = {}
+    for members in classes.values():
+        together = len(members) >= _FEWEST
+        found.update({node: members[0] if together else node for node in members})
+    return {node: found[node] for node in nodes}
 
 
-def _places(joint: JointGraph, nodes: list[torch.fx.Node]) -> dict[torch.fx.Node, str]:
+def places_of(joint: JointGraph) -> dict[torch.fx.Node, str]:
     """Module path, or that of the latest input where a node has none (casts, sums of gradients).
 
     A sum of gradients adds what its own layer gives to what has run through all later layers.
     """
     prefix = joint.module_prefix
+    nodes = [n for n in joint.module.graph.nodes if n.op != "output"]
     order = {node: i for i, node in enumerate(nodes)}
     places: dict[torch.fx.Node, str] = {}
     for node in nodes:

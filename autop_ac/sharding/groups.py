@@ -26,7 +26,7 @@ from .plan import Placements
 
 @dataclass(frozen=True)
 class Settings:
-    """What the program is built for; `fold`: whether equal layers share variables."""
+    """What the program is built for; `fold`: whether equal layers share variables; `prefetch`: whether computation hides collectives of parameters."""
 
     mesh: DeviceMesh
     device: DeviceSpec
@@ -34,6 +34,7 @@ class Settings:
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
     fold: bool = True
+    prefetch: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate
 from torch.utils import _pytree as pytree
 
-from .. import _torch_sharding as private
 from ..capture.names import source_line
 from ..graph.cost import node_time_s, tensor_bytes
 from ..graph.devices import DeviceSpec
 from .layout import divides, even_local_shape
+from .local_args import local_sizes
 from .option import Option, leaves_of, outputs_of
 from .plan import Placements
 from .rules import Row, axis_rows
@@ -73,7 +73,7 @@ class OptionFinder:
         )
         per_axis = []
         for size in self.mesh_shape:
-            rows = self._axis_rows(node, args, kwargs, key, size) if tensors else []
+            rows = self._axis_rows(node, args, kwargs, key, size)
             if rows is None:
                 self._warn(node)
                 rows = []
@@ -204,20 +204,6 @@ class OptionFinder:
         if text not in self.notes:
             self.notes.append(text)
             warnings.warn(text, UserWarning, stacklevel=2)
-
-
-def local_sizes(op: Any, args: Any, value: Any, shape: tuple[int, ...] | None) -> Any:
-    """Size arguments that speak of the output, replaced by its local shape."""
-    where = private.sharding_propagator.op_to_shape_and_stride_idx.get(op)
-    if where is None or shape is None or not isinstance(value, torch.Tensor):
-        return args
-    if shape == tuple(value.shape):
-        return args
-    changed = list(args)
-    changed[where[0] if isinstance(where, tuple) else where] = list(shape)
-    if isinstance(where, tuple):
-        changed[where[1]] = list(torch.empty(shape, device="meta").stride())
-    return tuple(changed)
 
 
 def _meta_like(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

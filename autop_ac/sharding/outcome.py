@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..capture.joint import JointGraph
 from .build import Built
-from .formulation import move_on
+from .formulation import hidden_s, move_on
 from .option import Option
 from .plan import Choice, Placements, ShardingPlan
 
@@ -26,13 +26,14 @@ def plan_of(
             if target not in moved:
                 moved.add(target)
                 place = edge.consumer if edge.slot >= 0 else edge.producer
-                seconds[place] += value.count * price
+                seconds[place] += value.count * value.weight * price
     choices = {}
     for name, group in built.group_of.items():
         if not name.startswith("result "):
             option = picked[group]
             share = seconds[group] / problem.counts[group]
             choices[name] = Choice(name, option.inputs, option.outputs, option.compute_s, share)
+    hidden = hidden_s(problem, chosen)
     output = joint.module.graph.output_node()
     brought = tuple(
         None if (option := picked[group]).outputs[:1] == (None,) else _wanted_or_none(option, slot)
@@ -51,7 +52,8 @@ def plan_of(
         axis_names=tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim))),
         choices=choices,
         parameters=parameters,
-        objective_s=sum(c.compute_s + c.redistribute_s for c in choices.values()),
+        objective_s=sum(c.compute_s + c.redistribute_s for c in choices.values()) - hidden,
+        hidden_s=hidden,
         gap=gap,
         notes=built.notes,
     )

@@ -10,8 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
+
+from .image_rules import IMAGE_RULES
+from .index_rules import INDEX_RULES
 
 aten = torch.ops.aten
 
@@ -48,6 +51,36 @@ def _attention(args: Any, kwargs: Any, outputs: Any) -> list[Any]:
     return rows
 
 
+def _filled(args: Any, kwargs: Any, outputs: Any) -> list[Any]:
+    """One value everywhere: each device makes its part."""
+    return [([Shard(d)], []) for d in range(outputs[0].dim())]
+
+
+def _new(args: Any, kwargs: Any, outputs: Any) -> list[Any]:
+    """One value everywhere, of the dtype of a tensor, which may lie as it likes."""
+    source, out = args[0], outputs[0]
+    anyhow = [Replicate(), *(Shard(d) for d in range(source.dim())), Partial("sum")]
+    rows: list[Any] = [([Replicate()], [p]) for p in anyhow]
+    for d in range(out.dim()):
+        rows.append(([Shard(d)], [Replicate()]))
+        if d < source.dim() and source.shape[d] == out.shape[d]:
+            rows.append(([Shard(d)], [Shard(d)]))
+    return rows
+
+
+def _new_zeros(args: Any, kwargs: Any, outputs: Any) -> list[Any]:
+    """As `_new`; zeros sum up to zeros, so that what is added to them may be summed later."""
+    rows = _new(args, kwargs, outputs)
+    return [*rows, *(([Partial("sum")], ins) for outs, ins in rows if outs == [Replicate()])]
+
+
+def _weight_norm(args: Any, kwargs: Any, outputs: Any) -> list[Any]:
+    """Norms along all dims but the last argument."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    dim = args[-1] % tensors[0].dim() if isinstance(args[-1], int) else 0
+    return [([Shard(dim)] * len(outputs), [Shard(dim)] * len(tensors))]
+
+
 OWN_RULES: Mapping[Any, Callable[[Any, Any, Any], list[Any]]] = {
     aten.bernoulli.p: _elementwise,
     aten.bernoulli.default: _elementwise,
@@ -56,4 +89,16 @@ OWN_RULES: Mapping[Any, Callable[[Any, Any, Any], list[Any]]] = {
     aten.native_dropout.default: _elementwise,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention,
+    aten.full.default: _filled,
+    aten.zeros.default: _filled,
+    aten.ones.default: _filled,
+    aten.empty.memory_format: _filled,
+    aten.new_zeros.default: _new_zeros,
+    aten.new_ones.default: _new,
+    aten.new_full.default: _new,
+    aten.new_empty.default: _new,
+    aten._weight_norm_interface.default: _weight_norm,
+    aten._weight_norm_interface_backward.default: _weight_norm,
+    **IMAGE_RULES,
+    **INDEX_RULES,
 }

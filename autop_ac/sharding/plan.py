@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
+
+from ..errors import UsageError
 
 Placements = tuple[Placement, ...]
 
@@ -43,9 +47,12 @@ class ShardingPlan:
         choices: by node name, placeholders and the ``"output"`` node included. The output node's
             `inputs` say how each result is brought out.
         parameters: placements by the user's parameter and buffer name.
-        objective_s: predicted seconds of one step.
+        objective_s: predicted seconds of one step: of all choices together, less `hidden_s`.
+        hidden_s: seconds of collectives that run beside computation.
         gap: relative gap to the solver's lower bound that was reached.
         notes: remarks and warnings in plain words.
+        fingerprint: of the captured graph, ``""`` where it is not known.
+        explainer: what `explain` asks; not part of the value, nor of what is saved.
     """
 
     mesh_shape: tuple[int, ...]
@@ -55,3 +62,55 @@ class ShardingPlan:
     objective_s: float
     gap: float = 0.0
     notes: tuple[str, ...] = ()
+    hidden_s: float = 0.0
+    fingerprint: str = ""
+    explainer: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+
+    def explain(self, target: Any = None, placements: Sequence[Placement] | None = None) -> Any:
+        """Why a node, parameter or module is placed as it is, and what others would cost.
+
+        Args:
+            target: a node of the captured graph, its name, a parameter's name, or a module path or glob;
+                None for the mesh axes: what sharding parameters along each of them saves.
+            placements: one per mesh axis; the best plan that has them is searched for and compared.
+                None prices each placement with all else as it is.
+
+        Returns:
+            An `Explanation` (for None an `Overview`), whose `str` is the text.
+
+        Raises:
+            UsageError: the plan came from a file: it knows no other costs than its own.
+            ConfigError: nothing has that name.
+        """
+        if self.explainer is None:
+            raise UsageError(
+                "this plan knows its own placements alone: explain needs the plan as optimize_placement "
+                "gives it, and not one that was loaded or pickled"
+            )
+        return self.explainer(self, target, placements)
+
+    def diff(self, other: ShardingPlan) -> Any:
+        """What `other` has different: a `PlanDiff`, whose `str` is the text."""
+        from .difference import plan_diff
+
+        return plan_diff(self, other)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, as JSON."""
+        from .plan_file import save_plan
+
+        save_plan(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ShardingPlan:
+        """Read what `save` wrote.
+
+        Raises:
+            PlanFileError: cut off, no plan, or of another version.
+        """
+        from .plan_file import load_plan
+
+        return load_plan(path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "explainer": None}

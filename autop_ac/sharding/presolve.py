@@ -14,15 +14,16 @@ from .option import given, wanted
 def within_memory(problem: Problem) -> list[np.ndarray]:
     """Per group which options leave the memory limit within reach of all others."""
     kept = [np.ones(len(options), dtype=bool) for options in problem.options]
-    low, high = problem.memory_low, problem.memory_high
-    least = sum(min(sizes) for _, sizes in problem.memory)
-    most = sum(max(sizes) for _, sizes in problem.memory)
-    for group, sizes in problem.memory:
-        bytes_ = np.array(sizes, dtype=float)
-        if high is not None:
-            kept[group] &= least - bytes_.min() + bytes_ <= high + 0.5
-        if low is not None:
-            kept[group] &= most - bytes_.max() + bytes_ >= low - 0.5
+    for limit in problem.limits:
+        low, high = limit.low, limit.high
+        least = sum(min(sizes) for _, sizes in limit.sizes)
+        most = sum(max(sizes) for _, sizes in limit.sizes)
+        for group, sizes in limit.sizes:
+            bytes_ = np.array(sizes, dtype=float)
+            if high is not None:
+                kept[group] &= least - bytes_.min() + bytes_ <= high + 0.5
+            if low is not None:
+                kept[group] &= most - bytes_.max() + bytes_ >= low - 0.5
     return kept
 
 
@@ -39,8 +40,11 @@ def restrict(
     seconds = tuple(
         tuple(s[i] for i in chosen) for s, chosen in zip(problem.option_s, kept, strict=True)
     )
-    memory = tuple((group, tuple(sizes[i] for i in kept[group])) for group, sizes in problem.memory)
-    narrower = replace(problem, options=options, option_s=seconds, memory=memory)
+    limits = tuple(
+        replace(limit, sizes=tuple((g, tuple(s[i] for i in kept[g])) for g, s in limit.sizes))
+        for limit in problem.limits
+    )
+    narrower = replace(problem, options=options, option_s=seconds, limits=limits)
     edges = tuple(
         _narrow(narrower, edge, None if moves is None else moves[i])
         for i, edge in enumerate(problem.edges)

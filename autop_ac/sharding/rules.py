@@ -38,6 +38,8 @@ def axis_rows(op: Any, args: Any, kwargs: Any, outputs: Any, mesh: DeviceMesh) -
     prop = private.sharding_propagator
     if op in OWN_RULES:
         rows: list[Any] | None = OWN_RULES[op](args, kwargs, outputs)
+    elif not tensors or all(value is None for value in outputs):
+        rows = []  # whole on every device: it makes something of nothing, or checks something
     elif op in prop.op_single_dim_strategy_funcs:
         rows = _single_dim_rows(op, args, kwargs, outputs, tensors)
     elif op in prop.op_strategy_funcs:

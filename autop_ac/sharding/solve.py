@@ -8,7 +8,7 @@ import highspy
 import numpy as np
 
 from ..errors import SolverError
-from .formulation import Edge, Problem
+from .formulation import VISIBLE, Edge, Problem, Value
 from .option import given, wanted, whole
 from .plan import Placements
 
@@ -23,6 +23,7 @@ class _Program:
 
     def __init__(self) -> None:
         self.costs: list[Array] = []
+        self.upper: list[Array] = []
         self.columns = 0
         self.integers = 0  # the first columns are integer
         self.low: list[Array] = []
@@ -30,9 +31,10 @@ class _Program:
         self.rows = 0
         self.entries: list[tuple[Array, Array, Array]] = []  # rows, columns, values
 
-    def add_columns(self, costs: Array) -> Array:
-        """Numbers of new columns in [0, 1]."""
+    def add_columns(self, costs: Array, upper: float = 1.0) -> Array:
+        """Numbers of new columns in [0, upper]."""
         self.costs.append(np.asarray(costs, dtype=float))
+        self.upper.append(np.full(len(costs), upper))
         self.columns += len(costs)
         return np.arange(self.columns - len(costs), self.columns)
 
@@ -68,10 +70,11 @@ def solve(
         return None
     program = _Program()
     x = _choose_one(program, problem)
-    y = _flows(program, problem, x)
-    _moves(program, problem, y)
+    beside = _streams(program, problem, x)
+    y = _flows(program, problem, x, beside)
+    _moves(program, problem, y, beside)
     _ties(program, problem, x)
-    _memory(program, problem, x)
+    _limits(program, problem, x)
     found = _run(program, time_limit_s, gap)
     if found is None:
         return None
@@ -95,16 +98,39 @@ def _choose_one(program: _Program, problem: Problem) -> list[Array]:
     return x
 
 
-def _flows(program: _Program, problem: Problem, x: list[Array]) -> list[Array]:
+def _streams(program: _Program, problem: Problem, x: list[Array]) -> list[Array]:
+    """Rows of the streams, to which moves are still to be added; none where nothing is hidden."""
+    rows = []
+    for stream in problem.streams:
+        row = program.add_rows(1, -_INFINITY, 0.0)
+        rest = program.add_columns(np.array([1 - VISIBLE]), _INFINITY)
+        program.set(row, rest, -1.0)
+        for group, count in stream.computing:
+            computing = np.array([o.compute_s for o in problem.options[group]])
+            program.set(row, x[group], -computing * (count * _MICRO))
+        rows.append(row)
+    return rows
+
+
+def _share(value: Value, beside: list[Array]) -> float:
+    """What a move of the value counts in the sum of all."""
+    hidden = value.stream >= 0 and beside
+    return value.count * value.weight * (VISIBLE if hidden else 1.0)
+
+
+def _flows(program: _Program, problem: Problem, x: list[Array], beside: list[Array]) -> list[Array]:
     """Columns by [source, target] of each edge, -1 where the move is forbidden."""
-    alone = [0] * len(problem.edges)  # values of which the edge is the only reader
+    alone: dict[int, list[Value]] = {}  # values of which the edge is the only reader
     for value in problem.values:
         if len(value.edges) == 1:
-            alone[value.edges[0]] += value.count
+            alone.setdefault(value.edges[0], []).append(value)
     y = []
-    for edge, count in zip(problem.edges, alone, strict=True):
+    for number, edge in enumerate(problem.edges):
         p, q = np.nonzero(np.isfinite(edge.seconds))
-        columns = program.add_columns(edge.seconds[p, q] * (count * _MICRO))
+        values = alone.get(number, [])
+        share = sum(_share(value, beside) for value in values)
+        columns = program.add_columns(edge.seconds[p, q] * (share * _MICRO))
+        _run_beside(program, values, beside, columns, edge.seconds[p, q])
         gives, wants = ends(problem, edge)
         leaving = program.add_rows(len(edge.sources), 0.0, 0.0)
         arriving = program.add_rows(len(edge.targets), 0.0, 0.0)
@@ -127,7 +153,17 @@ def ends(problem: Problem, edge: Edge) -> tuple[Array, Array]:
     return np.array(gives, dtype=int), np.array(wants, dtype=int)
 
 
-def _moves(program: _Program, problem: Problem, y: list[Array]) -> None:
+def _run_beside(
+    program: _Program, values: list[Value], beside: list[Array], columns: Array, seconds: Array
+) -> None:
+    """Moves of hidden values in the rows of their streams."""
+    for stream, row in enumerate(beside):
+        count = sum(v.count * v.weight for v in values if v.stream == stream)
+        if count and len(columns):
+            program.set(row, columns, seconds * (count * _MICRO))
+
+
+def _moves(program: _Program, problem: Problem, y: list[Array], beside: list[Array]) -> None:
     """Moves of values with several readers, which pay once for each target."""
     for value in problem.values:
         if len(value.edges) == 1:
@@ -141,7 +177,9 @@ def _moves(program: _Program, problem: Problem, y: list[Array]) -> None:
                     key = (int(i), edge.targets[j])
                     by_move.setdefault(key, []).append(int(y[number][i, j]))
                     price[key] = float(edge.seconds[i, j])
-        z = program.add_columns(np.array(list(price.values())) * (value.count * _MICRO))
+        prices = np.array(list(price.values()))
+        z = program.add_columns(prices * (_share(value, beside) * _MICRO))
+        _run_beside(program, [value], beside, z, prices)
         pairs = [(c, m) for c, moves in zip(z, by_move.values(), strict=True) for m in moves]
         if pairs:
             rows = program.add_rows(len(pairs), 0.0, _INFINITY)
@@ -160,18 +198,18 @@ def _ties(program: _Program, problem: Problem, x: list[Array]) -> None:
         program.set(rows[[keys[k] for k in right]], x[b], -1.0)
 
 
-def _memory(program: _Program, problem: Problem, x: list[Array]) -> None:
-    low, high = problem.memory_low, problem.memory_high
-    if not problem.memory or (low is None and high is None):
-        return
-    unit = max(max(sizes) for _, sizes in problem.memory) or 1
-    row = program.add_rows(
-        1,
-        -_INFINITY if low is None else low / unit,
-        _INFINITY if high is None else high / unit,
-    )
-    for group, sizes in problem.memory:
-        program.set(row, x[group], np.array(sizes) / unit)
+def _limits(program: _Program, problem: Problem, x: list[Array]) -> None:
+    for limit in problem.limits:
+        if not limit.sizes or (limit.low is None and limit.high is None):
+            continue
+        unit = max(max(sizes) for _, sizes in limit.sizes) or 1
+        row = program.add_rows(
+            1,
+            -_INFINITY if limit.low is None else limit.low / unit,
+            _INFINITY if limit.high is None else limit.high / unit,
+        )
+        for group, sizes in limit.sizes:
+            program.set(row, x[group], np.array(sizes) / unit)
 
 
 def _run(program: _Program, time_limit_s: float, gap: float) -> tuple[Array, float] | None:
@@ -179,7 +217,7 @@ def _run(program: _Program, time_limit_s: float, gap: float) -> tuple[Array, flo
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = columns, rows
     lp.col_cost_ = np.concatenate(program.costs)
-    lp.col_lower_, lp.col_upper_ = np.zeros(columns), np.ones(columns)
+    lp.col_lower_, lp.col_upper_ = np.zeros(columns), np.concatenate(program.upper)
     lp.row_lower_, lp.row_upper_ = np.concatenate(program.low), np.concatenate(program.high)
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     lp.a_matrix_.num_col_, lp.a_matrix_.num_row_ = columns, rows

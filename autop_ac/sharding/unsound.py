@@ -14,8 +14,10 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from .. import _torch_sharding as private
+from .local_args import LOCAL_ARGS
 
 _MEAN = 1  # of torch's reduction argument
+_SCANS = ("aten.cum", "aten._cum", "aten.logcumsumexp")
 _PAIRED = ("aten.gather", "aten.scatter", "aten.index_add", "aten.index_copy")
 
 
@@ -48,8 +50,12 @@ def is_unsound(
             return True
         if any(isinstance(p, Partial) for p in [*outs, *ins]):
             return True
+    if name.startswith(_SCANS) and _argument(op, args, kwargs, "dim") is not None:
+        along = _argument(op, args, kwargs, "dim") % max(1, tensors[0].dim())
+        return any(isinstance(p, Shard) and p.dim == along for p in ins)
     # its scalar sizes speak of global shapes, and nothing adapts them
-    return op in private.sharding_propagator.op_to_scalar_shape_adjuster and parts
+    adapted = op not in private.sharding_propagator.op_to_scalar_shape_adjuster or op in LOCAL_ARGS
+    return parts and not adapted
 
 
 def _differ(tensors: Sequence[torch.Tensor], ins: Sequence[Placement]) -> bool:

@@ -104,7 +104,7 @@ def main():
     if not args.search_only:
         local = apply_plan(joint, plan, mesh)
         clock.lap("shard")
-        plan_recompute(local, hints, ACConfig(), device, topology, mesh, True)
+        plan_recompute(local, hints, ACConfig(), device, topology.links(mesh), True)
         clock.lap("recompute")
         for node in local.module.graph.nodes:
             name = str(node.target)

@@ -1,0 +1,154 @@
+"""Plans explain themselves, are compared, saved and read back."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from autop_ac import AutoParallel, ConfigError, PlanFileError, ShardingPlan, UsageError, fake_mesh
+from autop_ac.placements import parse_placements, placement_text
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+class MLP(torch.nn.Module):
+    def __init__(self, hidden=64):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(32, hidden), torch.nn.Linear(hidden, 32)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def opened(hidden=64, devices=4):
+    ap = AutoParallel(MLP(hidden), lambda: torch.randn(64, 32), fake_mesh((devices,)))
+    ap.configure_device("H100").configure_compile("eager")
+    return ap
+
+
+@pytest.fixture(scope="module")
+def planned():
+    with opened() as ap:
+        plan = ap.optimize_placement()
+    torch.distributed.destroy_process_group()
+    return ap, plan
+
+
+def test_alternatives_cost_what_a_plan_with_them_costs(planned):
+    _, plan = planned
+    (reason,) = plan.explain("up.weight").nodes
+    assert reason.chosen == plan.parameters["up.weight"]
+    found = {a.placements: a for a in reason.alternatives}
+    assert set(found) == {(R,), (S0,), (S1,)} - {reason.chosen}
+    # what one node alone costs more is at least what it costs more where all others may follow
+    for placements, alternative in found.items():
+        forced = plan.explain("up.weight", placements)
+        assert forced.asked == placements and not forced.why_not
+        gap = 2e-3 * plan.objective_s  # of two searches
+        assert forced.difference.objective_s <= alternative.more_s + gap
+        assert forced.difference.objective_s >= -gap
+        assert any(c.name == "up.weight" for c in forced.difference.parameters)
+    assert "up.weight" in str(forced) and "ms" in str(forced)
+
+
+def test_a_module_is_explained_node_by_node_and_an_impossible_placement_says_why(planned):
+    _, plan = planned
+    reasons = plan.explain("up").nodes
+    assert any("addmm" in reason.op for reason in reasons)
+    assert any(reason.name in plan.choices for reason in reasons)
+    odd = plan.explain("up.bias", (Shard(3),))
+    assert odd.difference is None and "its placements are" in odd.why_not and "no plan" in str(odd)
+    with pytest.raises(ConfigError, match=r"no node.*near it: .*up"):
+        plan.explain("upp")
+
+
+def test_the_overview_says_what_sharding_along_an_axis_saves():
+    with opened(hidden=4096) as ap:
+        ap.add_parameter_memory_constraint(0.0, 0.3)
+        overview = ap.optimize_placement().explain()
+    (axis,) = overview.axes
+    whole = 4 * 4 * (2 * 32 * 4096 + 4096 + 32)  # parameter, gradient, two of AdamW, float32
+    assert axis.sharded >= 2 and axis.devices == 4
+    assert 0.65 * whole <= axis.state_bytes <= 0.76 * whole
+    assert "parameters are sharded along it" in str(overview)
+
+
+def test_plans_differ_where_they_were_made_to(planned):
+    _, plan = planned
+    assert not plan.diff(plan).nodes and "the same placements" in str(plan.diff(plan))
+    with opened() as ap:
+        ap.sharding_optimizer.add_node_constraint(
+            next(
+                n for n in ap._joint.placeholders if ap._joint.placeholders[n].name == "up.weight"
+            ),
+            (S0,) if plan.parameters["up.weight"] != (S0,) else (S1,),
+        )
+        other = ap.optimize_placement()
+    found = plan.diff(other)
+    assert [c.name for c in found.parameters].count("up.weight") == 1
+    assert found.objective_s == pytest.approx(other.objective_s - plan.objective_s)
+    assert found.objective_s == pytest.approx(
+        found.compute_s + found.collectives_s - found.hidden_s, abs=1e-12
+    )
+    assert "up.weight: (" in str(found)
+
+
+def test_a_saved_plan_is_the_plan_and_can_be_applied(planned, tmp_path):
+    _, plan = planned
+    plan.save(tmp_path / "plan.json")
+    loaded = ShardingPlan.load(tmp_path / "plan.json")
+    assert loaded == plan and list(tmp_path.iterdir()) == [tmp_path / "plan.json"]
+    with pytest.raises(UsageError, match="loaded"):
+        loaded.explain("up")
+    with opened() as ap:
+        ap.apply_placement(loaded)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_a_plan_of_another_graph_is_refused(planned, tmp_path):
+    _, plan = planned
+    plan.save(tmp_path / "plan.json")
+    with opened(hidden=128) as ap:
+        with pytest.raises(UsageError, match="another model.*fingerprint"):
+            ap.apply_placement(ShardingPlan.load(tmp_path / "plan.json"))
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])
+def test_a_file_that_was_cut_off_is_refused(planned, tmp_path, kept):
+    _, plan = planned
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    text = path.read_text()
+    path.write_text(text[: int(len(text) * kept)])
+    with pytest.raises(PlanFileError, match=r"plan\.json: no complete plan.*cut off"):
+        ShardingPlan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"version": 99}, "version 99, and this library reads 1"),
+        ({"format": "other"}, "no plan that ShardingPlan.save has written"),
+        ({"mesh_shape": [2, 2]}, "not placed on 2 axes"),
+        ({"parameters": {"up.weight": "S0"}}, "'S0' is no placement"),
+        ({"choices": None}, "does not hold together"),
+    ],
+)
+def test_another_version_or_content_is_refused(planned, tmp_path, change, text):
+    _, plan = planned
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(PlanFileError, match=text):
+        ShardingPlan.load(path)
+
+
+def test_placements_are_read_back_from_their_text():
+    from torch.distributed.tensor import Partial
+
+    for placements in ((R, S0), (Shard(-1), Partial("avg")), (Partial(),)):
+        assert parse_placements(placement_text(placements)) == placements
+    with pytest.raises(ValueError, match="no placement"):
+        parse_placements("S(0) Q")

@@ -43,7 +43,8 @@ with ap.configure_progress(False):
 # %% [markdown]
 # ## What it takes without a limit
 #
-# `enable=False` turns activation checkpointing off. The prediction names who holds the peak.
+# `enable=False` turns activation checkpointing off: what PyTorch's own partitioner keeps is kept, here all
+# that backward reads. The prediction names who holds the peak.
 
 # %%
 off = ap.configure_ac(enable=False).preview()
@@ -56,13 +57,13 @@ assert ap.estimate("adamw").peak_bytes == off.peak_bytes + state
 # %% [markdown]
 # ## A budget
 #
-# As text with a unit, an int of bytes, or a fraction of that peak. A budget is rounded down and replaces
+# As text with a unit, an int of bytes, or a fraction of the peak with nothing recomputed. A budget is rounded down and replaces
 # stages. `budget_gap` is how far the recompute time can be above the least possible.
 
 # %%
 tight = ap.configure_ac(memory_budget=0.7).preview()
 print(tight)
-assert tight.budget_bytes == int(0.7 * off.peak_bytes)
+assert tight.budget_bytes == int(0.7 * tight.peak_without_ac_bytes)
 assert tight.peak_bytes <= tight.budget_bytes
 assert tight.recompute_s > 0 and tight.budget_gap >= 0
 same = ap.configure_ac(memory_budget=tight.budget_bytes).preview()

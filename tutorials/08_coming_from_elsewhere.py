@@ -37,7 +37,7 @@ from autop_ac import (
 )
 
 aten = torch.ops.aten
-BATCH, LENGTH, DIM, HEADS, LAYERS = 4, 16, 32, 4, 3
+BATCH, LENGTH, DIM, HEADS, LAYERS = 4, 16, 32, 4, 2
 
 # %% [markdown]
 # ## A transformer as torchtitan has them: `layers`, no biases
@@ -148,10 +148,6 @@ with_matmuls = reported(around(in_region([aten.mm])))
 assert kept(reported(around(selective))) == kept(with_matmuls)
 assert full.kept_bytes < with_matmuls.kept_bytes
 
-wrapped = reported(lambda _, layer: checkpoint_wrapper(layer))
-assert len(wrapped.saved) == len(full.saved) and wrapped.kept_bytes == full.kept_bytes
-assert {v.module for v in wrapped.saved} == {f"layers.{i}" for i in range(LAYERS - 1)}
-
 # %% [markdown]
 # ## From torchtitan's `activation_checkpoint`
 #
@@ -189,10 +185,14 @@ per_op = [every(2, aten.mm), ATTENTION]
 by_region = reported(around(in_region(per_op)))
 titan = reported(lambda _, layer: checkpoint_wrapper(layer, context_fn=every_second_matmul))
 assert [(v.op, v.bytes) for v in titan.saved] == [(v.op, v.bytes) for v in by_region.saved]
+assert all(
+    ".".join(v.module.split(".")[:2]) in dict(Transformer().named_modules()) for v in titan.saved
+)
 products = [v.module for v in titan.saved if v.op == "aten.mm.default"]
 assert products[:2] == ["layers.0.query_key_value", "layers.0.up"]
 
-# without a line in the model; the first sum of each layer is what backward starts from
+# without a line in the model; the first sum of each layer is what backward starts from (`aten.add` alone
+# would mean the one inside of RMSNorm too)
 untouched = planned(lambda _, layer: layer)
 plain = untouched.ac_report
 
@@ -204,18 +204,17 @@ def with_rules(*rules: str) -> ACReport:
 by_rules = with_rules(
     "layers.*::aten.mm/2=save",
     "layers.*::ATTENTION=save",
-    "layers.*::aten.add/2=save",
+    "layers.*::aten.add.Tensor/2=save",
     "layers.*=recompute",
 )
 assert [v.module for v in by_rules.saved if v.op == "aten.mm.default"] == products
 assert by_rules.kept_bytes < plain.kept_bytes
 
 # every second layer: a glob of those with an odd number
-by_layer = with_rules("layers.*[13579]::aten.add/2=save", "layers.*[13579]=recompute")
+by_layer = with_rules("layers.*[13579]::aten.add.Tensor/2=save", "layers.*[13579]=recompute")
 assert [v.op for v in by_layer.saved if v.module.startswith("layers.1")] == ["aten.add.Tensor"]
-for even in ("layers.0.", "layers.2."):
-    inside = [[v for v in r.saved if v.module.startswith(even)] for r in (by_layer, plain)]
-    assert inside[0] == inside[1] != []
+even = [[v for v in r.saved if v.module.startswith("layers.0.")] for r in (by_layer, plain)]
+assert even[0] == even[1] != []
 
 # %% [markdown]
 # ### Budgets: three numbers that are called so
@@ -228,9 +227,10 @@ for even in ("layers.0.", "layers.2."):
 # PyTorch's is not used where ours decides, and a warning says so.
 
 # %%
-without = untouched.configure_ac(enable=False).preview()
 within = untouched.configure_ac(memory_budget=0.8).preview()
-assert within.peak_bytes <= 0.8 * without.peak_bytes
+assert within.peak_bytes <= within.budget_bytes
+in_bytes = untouched.configure_ac(memory_budget=within.budget_bytes).preview()
+assert in_bytes.saved == within.saved
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     with torch._functorch.config.patch(activation_memory_budget=0.5):  # noqa: TID251 as one sets it
@@ -261,8 +261,10 @@ assert any("set configure_ac(memory_budget=...) instead" in str(w.message) for w
 COMPILERS = {True: "inductor", False: "eager"}
 STAGE_SIZES = {"auto": "auto", None: "auto", 2.0: "2 GiB", 0.5: "512 MiB"}
 for there, here in STAGE_SIZES.items():
-    assert autoparallel_backend(ac_stage_size_in_GiB=there).ac == ACConfig(stage_size=here)
+    settings = autoparallel_backend(ac_stage_size_in_GiB=there).ac
+    assert settings.stage_bytes == ACConfig(stage_size=here).stage_bytes
 assert autoparallel_backend(enable_ac=False).ac == ACConfig(enable=False)
+assert autoparallel_backend(overlap_scheduling=False).ac == autoparallel_backend().ac
 
 with torch.device("meta"):
     model = Transformer()

@@ -241,7 +241,7 @@ with warnings.catch_warnings(record=True) as caught:
     ap_misses, _ = parallel(Misses)
 print(*(w.message for w in caught), sep="\n")
 assert any("aten.mm" in str(w.message) and "MATMUL" in str(w.message) for w in caught)
-assert list(map(str, ap_misses.ac_report.notes)) == [str(w.message) for w in caught]
+assert {str(w.message) for w in caught} <= set(ap_misses.ac_report.notes)
 
 try:
     ac_region("mlp", save=[aten.gelu], recompute=[aten.gelu])

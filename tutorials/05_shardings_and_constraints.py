@@ -209,12 +209,13 @@ with opened() as ap:
         assert "the mesh has 2 axes" in str(error)
     else:
         raise AssertionError("one placement for two axes")
-    ap.add_parameter_memory_constraint(0.0, 1 / 16)  # eight devices cannot hold less than an eighth
+    ap.add_state_memory_constraint(whole * 4 // 16)  # eight devices hold an eighth each at least
     try:
         ap.optimize_placement()
     except InfeasibleError as error:
         print(error)
-        assert "parameter memory" in str(error)
+        assert "state memory" in str(error)
+        assert error.smallest_bytes == whole * 4 // 8
     else:
         raise AssertionError("a sixteenth on eight devices")
 

@@ -8,6 +8,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -109,7 +110,7 @@ class AutoParallel:
         self._joint: JointGraph | None = None
         self._hints: ResolvedHints | None = None
         self._plan: ShardingPlan | None = None
-        self._report: ACReport | None = None
+        self._report: Callable[[], ACReport] | None = None
         self._applied = False  # whether that report is of a module that was made
         self.sharding_optimizer = NodeConstraints(self)
 
@@ -322,14 +323,16 @@ class AutoParallel:
             raise UsageError(f"the plan is for mesh {plan.mesh_shape}, not {self._mesh.shape}")
         return joint
 
-    def _reported(self, recompute: Recompute, plan: ShardingPlan) -> ACReport:
+    def _reported(self, recompute: Recompute, plan: ShardingPlan) -> Callable[[], ACReport]:
+        """The report, made when it is asked for."""
         assert self._hints is not None
         names: dict[str, tuple[str, ...]] = {}
         for entry in self._hints.catalog:
             for name in entry.names:
                 names[name] = (*names.get(name, ()), entry.name)
-        report = build_report(recompute, plan, device=self._settings().device, names=names)
-        artifact("report", report.to_json, "json")
+        device = self._settings().device
+        report = cache(lambda: build_report(recompute, plan, device=device, names=names))
+        artifact("report", lambda: report().to_json(), "json")
         return report
 
     def apply_placement(self, plan: ShardingPlan, *, outputs: Outputs = "local") -> torch.nn.Module:
@@ -398,7 +401,7 @@ class AutoParallel:
         assert self._hints is not None
         recompute = self._settings().recompute(joint, self._hints, plan)
         self._plan, self._report, self._applied = plan, self._reported(recompute, plan), False
-        return self._report
+        return self._report()
 
     @property
     def ac_report(self) -> ACReport:
@@ -407,7 +410,7 @@ class AutoParallel:
         Of the plan that was applied, or previewed, last; after `optimize_placement` alone, its `preview`.
         """
         if self._report is not None:
-            return self._report
+            return self._report()
         if self._plan is None:
             raise UsageError(
                 "there is no report yet: call apply_placement first, or optimize_placement for a "

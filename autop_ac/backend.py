@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -30,18 +31,19 @@ Lowered = Callable[..., Any]
 
 
 class ACBackend(ReadsHints):
-    """What `backend` gives: hand it to ``torch.compile(model, backend=...)``.
-
-    Attributes:
-        reports: one for each graph that was compiled with a backward, in order.
-    """
+    """What `backend` gives: hand it to ``torch.compile(model, backend=...)``."""
 
     def __init__(self, ac: ACConfig, compile: CompileConfig, device: DeviceSpec | None) -> None:
         super().__init__()
         self.ac = ac
         self.compile = compile
         self.device = device
-        self.reports: list[ACReport] = []
+        self._reports: list[Callable[[], ACReport]] = []
+
+    @property
+    def reports(self) -> tuple[ACReport, ...]:
+        """One for each graph that was compiled with a backward, in order."""
+        return tuple(made() for made in self._reports)
 
     @property
     def ac_report(self) -> ACReport:
@@ -50,11 +52,11 @@ class ACBackend(ReadsHints):
         Raises:
             UsageError: none was compiled with a backward yet.
         """
-        if not self.reports:
+        if not self._reports:
             raise UsageError(
                 "there is no report yet: call the compiled model on inputs, with gradients enabled"
             )
-        return self.reports[-1]
+        return self._reports[-1]()
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Lowered:
         """Compile one graph of Dynamo's; PyTorch calls this."""
@@ -78,8 +80,9 @@ class ACBackend(ReadsHints):
         )
         with user_passes_done():
             made = compile_local(joint, local.module, partition_by(recompute), backend)
-        self.reports.append(build_report(recompute, None, device=device))
-        artifact("report", self.reports[-1].to_json, "json")
+        report = cache(lambda: build_report(recompute, None, device=device))
+        self._reports.append(report)
+        artifact("report", lambda: report().to_json(), "json")
         for note in recompute.plan.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
         log.info("compiled a graph of %d nodes", len(local.module.graph.nodes))

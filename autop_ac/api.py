@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .build import Settings
 from .capture.joint import JointGraph
 from .capture.trace import Request, capture, request
-from .config import ACConfig, CompileConfig, ac_config
+from .config import ACConfig, CommConfig, CompileConfig, ac_config
 from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, Topology, described_gpu, find_device
 from .recompute.hints import ResolvedHints, resolve_hints
@@ -94,6 +94,7 @@ class AutoParallel:
         self._loss_fn = loss_fn
         self._ac = ACConfig()
         self._compile = CompileConfig()
+        self._comm = CommConfig()
         self._device: DeviceSpec | None = None  # the one at hand
         self._topology: Topology | None = None
         self._constraints = Constraints()
@@ -115,6 +116,25 @@ class AutoParallel:
     def configure_compile(self, backend: Literal["eager", "inductor"] = "inductor") -> Self:
         """Run the graphs compiled by Inductor (the default), or node by node ("eager")."""
         self._compile = CompileConfig(backend=backend)
+        return self
+
+    def configure_comm(
+        self,
+        *,
+        all_gather_bucket: str | int | None = "1 MiB",
+        reduce_scatter_bucket: str | int | None = "1 MiB",
+        prefetch: bool = False,
+    ) -> Self:
+        """Set how parameters are gathered and their gradients scattered.
+
+        Args:
+            all_gather_bucket: parameters of one block are gathered together while they sum to at most
+                this many bytes; a larger one is gathered alone, and so is each where None.
+            reduce_scatter_bucket: the same for the reduce-scatters of gradients.
+            prefetch: start gathers ahead of their use, with at most `all_gather_bucket` bytes on their
+                way, and wait for reduce-scatters later.
+        """
+        self._comm = CommConfig(all_gather_bucket, reduce_scatter_bucket, prefetch)
         return self
 
     def configure_device(
@@ -246,7 +266,7 @@ class AutoParallel:
             device = find_device("cpu") if self._mesh.device_type == "cpu" else _this_gpu()
         return Settings(
             self._mesh, self._ac, self._compile, device, topology,
-            self._mp_policy, self._reshard, outputs,
+            self._mp_policy, self._reshard, outputs, self._comm,
         )  # fmt: skip
 
     def apply_placement(self, plan: ShardingPlan, *, outputs: Outputs = "local") -> torch.nn.Module:

@@ -13,9 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .agree import check_same, from_first_rank
 from .capture.joint import JointGraph
 from .capture.trace import Request, capture
-from .config import ACConfig, CompileConfig
+from .config import ACConfig, CommConfig, CompileConfig
 from .graph.devices import DeviceSpec, Topology
 from .graph.liveness import backward_order, forward_order
+from .lowering.bucket import bucket
 from .lowering.compile import compile_local, decompositions, partition_by
 from .lowering.hooks import run_user_passes, user_passes_done
 from .recompute.hints import ResolvedHints, resolve_hints
@@ -39,6 +40,7 @@ class Settings:
     mp_policy: MixedPrecisionPolicy | None = None
     reshard_after_forward: bool = True
     outputs: Outputs = "local"
+    comm: CommConfig = CommConfig()
 
     def search(self, joint: JointGraph, constraints: Constraints) -> ShardingPlan:
         """The placement of every tensor that takes least time within the constraints."""
@@ -60,6 +62,7 @@ class Settings:
         """The shard pass and the recompute plan on what it gives, its tags written."""
         backend = self.compile.backend
         local = apply_plan(joint, plan, self.mesh, decompositions(joint, backend))
+        local = bucket(local, self.comm)
         return plan_recompute(
             run_user_passes(local, joint, backend),
             hints,
@@ -68,6 +71,7 @@ class Settings:
             self.topology.links(self.mesh),
             self.reshard_after_forward,
             partial(from_first_rank, self.mesh),
+            self.comm.prefetch_bytes,
         )
 
     def lower(

@@ -4,7 +4,8 @@ The orders given here are those that `lowering/partition.py` builds, so what is 
 forward keeps graph order; backward keeps the graph order of autograd's nodes, and before each of them
 computes what it needs of forward values that were not kept, in graph order and no earlier. Recomputing
 as late as possible is what makes checkpointing save memory: with everything recomputed at the start of
-backward, the peak is the one without checkpointing.
+backward, the peak is the one without checkpointing. Where the user wants gathers to be prefetched,
+`graph/ahead.py` moves them in both orders.
 
 A graph runs node by node, as `torch.fx.Interpreter` does when its inputs are boxed: a value is dropped
 right after its last reader; one that nobody reads lives to the end. A storage is alive while any value
@@ -18,6 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from .ahead import issue_ahead, wait_late
 from .facts import Facts, Side, Value
 
 
@@ -49,8 +51,11 @@ def must_run(value: Value) -> bool:
 
 
 def forward_order(facts: Facts, saved: Sequence[int]) -> tuple[int, ...]:
-    """Forward values that the forward graph computes, in graph order."""
-    return _computed(facts, "forward", (*facts.forward_outputs, *saved))
+    """Forward values that the forward graph computes, in graph order but for gathers issued ahead."""
+    order = _computed(facts, "forward", (*facts.forward_outputs, *saved))
+    if facts.prefetch_bytes is None:
+        return order
+    return issue_ahead(facts, order, facts.prefetch_bytes)
 
 
 def live_backward(facts: Facts) -> tuple[int, ...]:
@@ -96,7 +101,9 @@ def backward_order(facts: Facts, saved: Sequence[int]) -> tuple[int, ...]:
         order.append(i)
         have.add(i)
     bring(facts.backward_outputs)
-    return tuple(order)
+    if facts.prefetch_bytes is None:
+        return tuple(order)
+    return wait_late(facts, issue_ahead(facts, order, facts.prefetch_bytes))
 
 
 def profile(facts: Facts, saved: Sequence[int]) -> Profile:

@@ -17,7 +17,7 @@ from .errors import (
 )
 from .graph.devices import DeviceSpec, Topology
 from .policies import ATTENTION, COLLECTIVES, MATMUL, Rule, every
-from .runtime.launch import fake_mesh, launch
+from .runtime.launch import WorkerError, fake_mesh, launch
 from .runtime.memory import measure_memory
 from .sharding.plan import ShardingPlan
 
@@ -44,6 +44,7 @@ __all__ = [
     "SolverError",
     "Topology",
     "UsageError",
+    "WorkerError",
     "ac_region",
     "auto_parallel",
     "checkpoint_name",

@@ -199,7 +199,7 @@ class FlatForward(torch.nn.Module):
         # not by a call: hooks of the root run around the parallel module, as they do around this one
         out = self.model.forward(*args, **kwargs)
         if self.loss_fn is not None:
-            out = self.loss_fn(_cast(out, self.output_dtype), *target)
+            out = self.loss_fn(_cast_output(out, self.output_dtype), *target)
         result = opened(out)
         private.comptime(_note_changes)
         return _cast(result, self.output_dtype) if self.loss_fn is None else result
@@ -237,6 +237,23 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
         return leaf.to(dtype) if floating else leaf
 
     return pytree.tree_map(cast, tree)
+
+
+def _cast_output(value: Any, dtype: torch.dtype | None) -> Any:
+    """`value` cast, with dataclasses as they are, for code that reads their fields; in the trace."""
+    if dtype is None:
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, (dict, type)):
+        made = {}
+        for f in dataclasses.fields(value):
+            if f.init:
+                made[f.name] = _cast_output(getattr(value, f.name), dtype)
+        return type(value)(**made)
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) is dict or type(value) is list or isinstance(value, tuple):
+        return _rebuilt(value, lambda item: _cast_output(item, dtype))
+    return _cast(value, dtype)
 
 
 class Fields(NamedTuple):

@@ -20,6 +20,7 @@ from ..errors import UsageError
 from ..graph.random import draws_from_seeds, random_nodes, rank_offset, sharded_axes
 from ..sharding.apply import LocalGraph, local_shape
 from ..sharding.plan import ShardingPlan
+from .state import takes_whole_tensors
 
 Outputs = Literal["local", "dtensor"]
 
@@ -317,6 +318,7 @@ def make_parallel(
         placements = placed_state(plan, mesh, Port("buffer", user_name(name)), buffer)
         memo[id(buffer)] = _distribute(buffer.detach(), mesh, placements)
     parallel = copy.deepcopy(model, memo)
+    takes_whole_tensors(parallel)
     base = type(parallel)
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from autop_ac import AutoParallel, ForwardInputs, fake_mesh, launch

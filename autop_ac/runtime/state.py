@@ -26,7 +26,9 @@ def _shard_in(
         given = state.get(prefix + name)
         if not isinstance(own, DTensor) or not isinstance(given, torch.Tensor):
             continue
-        if isinstance(given, DTensor) or given.shape != own.shape:  # of another shape: PyTorch's error
+        if (
+            isinstance(given, DTensor) or given.shape != own.shape
+        ):  # of another shape: PyTorch's error
             continue
         whole = given.detach().to(own.device if own.device.type != "meta" else given.device)
         state[prefix + name] = distribute_tensor(

@@ -14,6 +14,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import get_custom_graph_passes
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import _BoxedCodeGen
 
 from ._torch_random import is_seeded, seeds
@@ -29,7 +30,13 @@ def inductor_joint_passes(enabled: bool) -> list[Callable[..., Any]]:
     ]
 
 
+def is_fake(value: Any) -> bool:
+    """Whether a trace is under way and this is one of its tensors."""
+    return isinstance(value, FakeTensor)
+
+
 __all__ = [
+    "is_fake",
     "_BoxedCodeGen",
     "is_seeded",
     "seeds",

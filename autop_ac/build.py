@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ._torch import compile_lock
 from .agree import check_same, from_first_rank
 from .capture.joint import JointGraph
 from .capture.trace import Request, capture
@@ -78,6 +79,13 @@ class Settings:
         self, joint: JointGraph, hints: ResolvedHints, plan: ShardingPlan
     ) -> tuple[Recompute, Runner]:
         """The recompute plan, the partition, and what runs."""
+        # torch traces one thread at a time: what it notes on nodes meanwhile is the process's
+        with compile_lock:
+            return self._lowered(joint, hints, plan)
+
+    def _lowered(
+        self, joint: JointGraph, hints: ResolvedHints, plan: ShardingPlan
+    ) -> tuple[Recompute, Runner]:
         recompute = self.recompute(joint, hints, plan)
         check_same(self.mesh, "the order of collectives", _collectives(recompute))
         local = recompute.local

@@ -53,7 +53,7 @@ class Calling:
     buffers: tuple[str, ...]
     form: CallForm
     leaves: tuple[Any, ...]
-    output_types: tuple[type, ...]
+    output_types: tuple[Dataclass, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -320,17 +320,28 @@ def _note_changes(context: Any) -> None:
     _noted.get().changes[:] = private.changed_objects(context)
 
 
-def closed(value: Any, types: Iterator[type]) -> Any:
+class Dataclass(NamedTuple):
+    """A dataclass, and of each of its fields the name and whether the constructor takes it."""
+
+    cls: type
+    fields: tuple[tuple[str, bool], ...]
+
+
+def described(cls: Any) -> Dataclass:
+    """What `closed` needs to know of a dataclass."""
+    return Dataclass(cls, tuple((f.name, f.init) for f in dataclasses.fields(cls)))
+
+
+def closed(value: Any, types: Iterator[Dataclass]) -> Any:
     """The inverse of `opened`, with the dataclasses in the order in which they were noted."""
     if not isinstance(value, Fields):
         return _rebuilt(value, lambda item: closed(item, types))
-    cls = next(types)
-    fields = dataclasses.fields(cls)
-    values = dict(
-        zip((f.name for f in fields), (closed(v, types) for v in value.values), strict=True)
-    )
-    made = cls(**{f.name: values[f.name] for f in fields if f.init})
-    for f in fields:
-        if not f.init:
-            object.__setattr__(made, f.name, values[f.name])
+    cls, fields = next(types)
+    given: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for (name, init), item in zip(fields, value.values):  # noqa: B905 Dynamo knows no strict=
+        (given if init else rest)[name] = closed(item, types)
+    made = cls(**given)
+    for name, item in rest.items():
+        object.__setattr__(made, name, item)
     return made

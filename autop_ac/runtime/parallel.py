@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
+from ..annotate import compiled_by_ours
 from ..capture.calling import Calling, closed
 from ..capture.joint import JointGraph, Port
 from ..capture.names import user_name
@@ -20,6 +22,7 @@ from ..errors import UsageError
 from ..graph.random import draws_from_seeds, random_nodes, rank_offset, sharded_axes
 from ..sharding.apply import LocalGraph, local_shape
 from ..sharding.plan import ShardingPlan
+from .opaque import REASON, as_one_node
 from .state import takes_whole_tensors
 
 Outputs = Literal["local", "dtensor"]
@@ -41,6 +44,8 @@ class Runner:
         read_in_backward: parameters that backward reads; autograd's own check of versions does not
             see them, because in-place operators on a DTensor count on the DTensor alone.
         trained: parameters that get a gradient.
+        output_form: pytree of the outputs, dataclasses taken apart.
+        local_outputs: a tensor like each output on this rank, and whether it has a gradient.
     """
 
     compiled: Callable[..., Any]
@@ -51,8 +56,25 @@ class Runner:
     outputs: Outputs = "local"
     read_in_backward: tuple[str, ...] = ()
     trained: frozenset[str] = frozenset()
+    output_form: Any = None
+    local_outputs: tuple[tuple[torch.Tensor, bool], ...] = ()
+
+    def empty_outputs(self) -> list[torch.Tensor]:
+        """Tensors as a call gives them, flat, with nothing in them."""
+        grad = torch.is_grad_enabled()
+        made: Any = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).requires_grad_(
+                grad and trained
+            )
+            for t, trained in self.local_outputs
+        ]
+        return self._handed_out(made) if self.outputs == "dtensor" else made
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        return closed(self.opened(module, args, kwargs), iter(self.calling.output_types))
+
+    def opened(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """What a call gives, dataclasses taken apart."""
         calling = self.calling
         leaves = [self._checked(i, x) for i, x in enumerate(calling.form.flatten(args, kwargs))]
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -75,7 +97,7 @@ class Runner:
         self._check_unchanged_in_backward(module, out)
         if self.outputs == "dtensor":
             out = self._handed_out(out)
-        return closed(out, iter(calling.output_types))
+        return out
 
     def _check_unchanged_in_backward(self, module: torch.nn.Module, out: Any) -> None:
         tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
@@ -251,10 +273,14 @@ def make_runner(
     output = joint.module.graph.output_node()
     nodes = [r for r in output.args[0] if isinstance(r, torch.fx.Node)]
     results = [p for p in joint.results if p is not None]
-    specs = []
+    specs, infos = [], joint.descriptors._aot_state.fw_metadata.output_info
+    local_results = iter(r for r in local.module.graph.output_node().args[0] if r is not None)
+    like: list[tuple[torch.Tensor, bool]] = []
     for node, port, placed in zip(nodes, results, plan.choices[output.name].inputs, strict=True):
+        made = next(local_results).meta["val"]
         if port.kind == "output":
             value = node.meta["val"]
+            like.append((made, infos[port.index].requires_grad))
             specs.append((mesh, tuple(placed or ()), value.size(), value.stride()))
     return Runner(
         compiled,
@@ -265,6 +291,8 @@ def make_runner(
         outputs,
         read_in_backward,
         trained,
+        joint.descriptors.out_spec,
+        tuple(like),
     )
 
 
@@ -285,6 +313,7 @@ class Runners:
         self, traced: torch.nn.Module, runner: Runner, make: Callable[[Modes], Runner]
     ) -> None:
         self._modules = tuple(name for name, _ in traced.named_modules())
+        self.first = runner
         self._made = {self._modes(traced): runner}
         self._make = make
 
@@ -293,11 +322,38 @@ class Runners:
         return tuple(held[name].training for name in self._modules)
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._runner(module)(module, args, kwargs)
+
+    def opened(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """The same with dataclasses among the outputs taken apart; as `first` gives them in any mode."""
+        runner = self._runner(module)
+        self._check_form(runner)
+        return runner.opened(module, args, kwargs)
+
+    def _check_form(self, runner: Runner) -> None:
+        if runner.output_form != self.first.output_form:
+            raise UsageError(
+                "in this combination of train() and eval() the model gives other outputs than when it "
+                "was captured, which one graph cannot: call the parallel module without torch.compile"
+            )
+
+    def _runner(self, module: torch.nn.Module) -> Runner:
         modes = self._modes(module)
         if modes not in self._made:
             with torch.inference_mode(False):
                 self._made[modes] = self._make(modes)
-        return self._made[modes](module, args, kwargs)
+        return self._made[modes]
+
+    def fakes(self, module: torch.nn.Module) -> list[torch.Tensor]:
+        """Empty tensors as a call gives them, flat; fake ones, where a trace is under way."""
+        runner = self._made.get(self._modes(module))
+        if runner is None:
+            raise UsageError(
+                "the parallel module was not called in this combination of train() and eval() yet, and "
+                "its graph cannot be traced within another trace: call it once before torch.compile does"
+            )
+        self._check_form(runner)
+        return runner.empty_outputs()
 
 
 def make_parallel(
@@ -321,14 +377,34 @@ def make_parallel(
     takes_whole_tensors(parallel)
     base = type(parallel)
 
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return runners(self, args, kwargs)
+    form, types = runners.first.output_form, runners.first.calling.output_types
+    as_it_is = torch.compiler.disable(runners.__call__, reason=REASON)
 
-    members = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and compiled_by_ours() and self._autop_ac_guard:
+            flat = list(self._autop_ac_node(args, kwargs))
+            return closed(pytree.tree_unflatten(flat, form), iter(types))
+        return as_it_is(self, args, kwargs)
+
+    def own_node(self: Any) -> None:
+        self._autop_ac_node = as_one_node(self, runners.opened, runners.fakes)
+        self._autop_ac_guard = uuid.uuid4().hex  # Dynamo compares text, and not functions
+
+    def set_state(self: Any, state: dict[str, Any]) -> None:
+        base.__setstate__(self, state)  # of a copy: its node is another
+        own_node(self)
+
+    members = {
+        "forward": forward,
+        "__setstate__": set_state,
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+    }
     init = getattr(base, "init_weights", None)
     if callable(init):
         members["init_weights"] = _as_on_one_device(init)
     parallel.__class__ = type(f"Parallel{base.__name__}", (base,), members)
+    own_node(parallel)
     return parallel
 
 

@@ -16,6 +16,7 @@ import autop_ac.build
 from autop_ac import AutoParallel, ConfigError, fake_mesh, launch, measure_memory
 from autop_ac.capture.names import block_of_path
 from autop_ac.config import CommConfig
+from autop_ac.graph.facts import Facts
 from autop_ac.graph.ahead import issue_ahead, wait_late
 from autop_ac.graph.liveness import backward_order, forward_order, profile
 from autop_ac.lowering.bucket import bucket
@@ -271,3 +272,27 @@ def test_every_tensor_of_a_bucket_is_waited_for_in_forward_and_in_backward(settl
             if value.collective.endswith("coalesced"):
                 waited = [part for part in waits if parts.get(part) == i]
                 assert len(waited) == len(set(waited)) == len(value.storages)
+
+
+@pytest.mark.parametrize(("limit", "most"), [(5, 1), (20, 3), (39, 4), (1000, 6)])
+def test_no_more_bytes_are_on_their_way_than_the_bound(limit, most):
+    build = strategies._Builder()
+    weights = [build.add("placeholder", "input", nbytes=5, role="parameter") for _ in range(6)]
+    x = build.add("placeholder", "input", nbytes=5, role="input")
+    for weight in weights:
+        gather = build.add(
+            "_c10d_functional.all_gather_into_tensor.default", "forward", (weight,), 10,
+            collective="all_gather_into_tensor", parameter="weight",
+        )  # fmt: skip
+        wait = build.alias("_c10d_functional.wait_tensor.default", "forward", gather)
+        x = build.add("aten.mm.default", "forward", (x, wait), 5)
+    facts = Facts(tuple(build.values), (x,), (), tuple(build.storage_bytes))
+    on_their_way, highest = set(), 0
+    for i in forward_order(replace(facts, prefetch_bytes=limit), ()):
+        if facts.values[i].collective:
+            on_their_way.add(i)
+        elif "wait_tensor" in facts.values[i].op:
+            highest = max(highest, len(on_their_way))
+            on_their_way.discard(facts.values[i].inputs[0])
+    # the one that is waited for now was issued ahead too, until it is in use
+    assert highest == most

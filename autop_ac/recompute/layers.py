@@ -8,8 +8,8 @@ reads. Linear in values and edges.
 from __future__ import annotations
 
 import bisect
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -20,9 +20,11 @@ from .hints import root_of
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: its module path, and the positions of its values among the free ones."""
+    """One layer: its module path, its values' range, and their positions among the free ones."""
 
     name: str
+    start: int
+    end: int
     slots: tuple[int, ...]
 
 
@@ -41,9 +43,30 @@ def equal_layers(facts: Facts, free: Sequence[int]) -> tuple[tuple[Layer, ...], 
         if layer and slots:
             shape = tuple(free[k] - start for k in slots)
             classes[(shape, *(_signature(v, start) for v in values))].append(
-                Layer(layer, tuple(slots))
+                Layer(layer, start, end, tuple(slots))
             )
     return tuple(tuple(layers) for layers in classes.values() if len(layers) > 1)
+
+
+def tied_values(classes: Iterable[Sequence[Layer]], runs: int) -> dict[int, int]:
+    """Values of neighbouring equal layers as one: each value to the one that stands for it.
+
+    The first and the last layer stay by themselves, what is between falls into `runs` runs.
+    """
+    stands_for: dict[int, int] = {}
+    for layers in classes:
+        names = list(dict.fromkeys(layer.name for layer in layers))
+        middle = max(1, len(names) - 2)
+        run = {n: (k - 1) * runs // middle for k, n in enumerate(names)}
+        run[names[0]], run[names[-1]] = -1, runs
+        first: dict[tuple[int, int], int] = {}
+        seen: Counter[str] = Counter()
+        for layer in layers:
+            start = first.setdefault((run[layer.name], seen[layer.name]), layer.start)
+            seen[layer.name] += 1
+            for i in range(layer.start, layer.end):
+                stands_for[i] = start + i - layer.start
+    return stands_for
 
 
 def borders(facts: Facts, free: Sequence[int], every: int) -> frozenset[int]:

@@ -31,19 +31,25 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from .evaluate import Evaluator
-from .layers import equal_layers
-from .relax import Relaxation, Step
+from .layers import equal_layers, tied_values
+from .relax import Relaxation
+from .rows import Step
 
 EXACT = 12
 _DEPTH = 24  # brackets on the way to a budget
-_WHOLE_DEPTH = 6  # of them by branch and bound
+_FAILURES = 6  # of branch and bound in one bracket, ever closer to its upper end
 _ROUNDS = 3  # of rows added to one program
 _SPLITS = 24  # positions tried in one bracket
+_RUNS = 6  # of neighbouring equal layers that branch and bound takes as one on larger graphs
 _COLUMNS = 2000  # of a program up to which branch and bound is used
 _NODES = 50
-_LOW = 6  # points of least peak that branch and bound improves before there are brackets
-_GOALS = 16  # peaks aimed at before there are brackets; an eighth of them on large graphs
-_WIDTH = 2000  # a bracket narrower than this part of the whole curve is not refined
+_BOUND_NODES = 2000  # for the one lower bound of a budget's answer
+_CLOSE = 0.01  # a bound nearer than this part to what was found is not made better on large graphs
+_ROOT = 20_000  # columns up to which the root of branch and bound gives a better bound
+_LOW = 2  # points of least peak that branch and bound improves before there are brackets
+_GOALS = 2  # peaks aimed at on large graphs before there are brackets
+_WIDTH = 20000  # a bracket narrower than this part of the whole curve is not refined
+_NO_TIME = 0.0005  # nor one whose ends differ in time by less than this part
 _PRICES = tuple(2.0**k for k in range(8, -11, -1))
 
 
@@ -71,14 +77,14 @@ class _Bracket:
 
     Attributes:
         steps: rows of use.
-        whole: how often branch and bound was used.
-        floor: no better point than x is known to be found below this peak.
+        failed: how often in a row branch and bound has found nothing between them.
+        floor: below this peak nothing better than x was found.
     """
 
     x: ParetoPoint
     y: ParetoPoint
     steps: frozenset[Step]
-    whole: int = 0
+    failed: int = 0
     floor: Fraction = Fraction(0)
 
 
@@ -97,13 +103,16 @@ class Curve:
         self.ev = evaluator
         self.layers = equal_layers(evaluator.facts, evaluator.free)
         self.exact = len(evaluator.free) <= exact
+        self._others: tuple[bytes, ...] = ()
         self._refined: dict[_Bracket, tuple[_Bracket, ...]] = {}
         if self.exact:
-            self._relaxation: Relaxation | None = None
+            self._full: Relaxation | None = None
             every = itertools.product((0, 1), repeat=len(evaluator.free))
             self._ends = self._front(map(bytes, every))
         else:
-            self._relaxation = Relaxation(evaluator)
+            self._full = self._program = Relaxation(evaluator)
+            if self._full.columns > _COLUMNS:
+                self._program = Relaxation(evaluator, tied_values(self.layers, _RUNS))
             self._ends = self._start(seeds)
 
     @property
@@ -118,7 +127,7 @@ class Curve:
         if self.exact or budget_bytes >= self._ends[-1].peak_bytes:
             return [p for p in self._ends if p.peak_bytes <= budget_bytes][-1]
         around = self._pick(self._brackets(), budget_bytes)
-        for _ in range(_DEPTH if self._is_small else 6):
+        for _ in range(_DEPTH if self._can_branch else 6):
             finer = self._refine(around)
             if finer == (around,):
                 break
@@ -132,39 +141,45 @@ class Curve:
         brackets = self._brackets()
         for _ in range(depth):
             brackets = tuple(b for bracket in brackets for b in self._refine(bracket))
-        return (*(b.x for b in brackets), brackets[-1].y)
+        # of two of one peak the later takes less time
+        found = {p.peak_bytes: p for p in (*(b.x for b in brackets), brackets[-1].y)}
+        return tuple(found.values())
 
     def bound_s(self, point: ParetoPoint, budget_bytes: int) -> float:
         """A time that no save set within `budget_bytes` falls below."""
-        if self._relaxation is None or not point.recompute_time_s:
+        if self._full is None or not point.recompute_time_s:
             return point.recompute_time_s
         near = sorted(self._ends, key=lambda p: abs(p.peak_bytes - budget_bytes))
         steps = set(self._steps(p.mask for p in (point, *near[: self._most_rows // 2])))
-        bound = 0.0
-        for _ in range(_ROUNDS):
-            nodes = _NODES if self._is_small else 0
-            relaxed = self._relaxation.within(budget_bytes, steps, nodes)
-            if relaxed is None:
-                break  # the point itself is within: only rounding can say otherwise
-            bound = max(bound, relaxed.time_s)
-            more = self._steps(relaxed.masks) - steps
-            if not more or len(steps | more) > 2 * self._most_rows:
-                break
-            steps |= more
+        # on large graphs first without branch and bound, which is slow there and often not needed
+        large = self._full.columns > _COLUMNS
+        bound = self._bound(self._full, budget_bytes, steps, 0 if large else _BOUND_NODES)
+        if large and (1 - _CLOSE) * point.recompute_time_s > bound and self._full.columns < _ROOT:
+            bound = max(bound, self._bound(self._full, budget_bytes, steps, 1))
         return min(bound, point.recompute_time_s)
 
-    @property
-    def _is_small(self) -> bool:
-        return self._relaxation is not None and self._relaxation.columns <= _COLUMNS
+    def _bound(
+        self, program: Relaxation, budget_bytes: int, steps: Iterable[Step], nodes: int
+    ) -> float:
+        rows, bound = set(steps), 0.0
+        for _ in range(_ROUNDS):
+            relaxed = program.within(budget_bytes, rows, nodes)
+            if relaxed is None:
+                break  # there is a point within: only rounding can say otherwise
+            bound = max(bound, relaxed.time_s)
+            more = self._steps(relaxed.masks) - rows
+            if not more or len(rows | more) > 2 * self._most_rows:
+                break
+            rows |= more
+        return bound
 
     @property
-    def _whole_depth(self) -> int:
-        columns = self._relaxation.columns if self._relaxation is not None else 0
-        return 2 * _WHOLE_DEPTH if columns <= _COLUMNS // 4 else _WHOLE_DEPTH
+    def _can_branch(self) -> bool:
+        return self._full is not None and self._program.columns <= _COLUMNS
 
     @property
     def _most_rows(self) -> int:
-        return 8 if self._is_small else 4
+        return 8 if self._can_branch else 4
 
     def _steps(self, masks: Iterable[bytes]) -> frozenset[Step]:
         """Where these have their peaks; of a step of backward also the one before.
@@ -193,35 +208,39 @@ class Curve:
             x, y = bracket.x, bracket.y
             floor = max(bracket.floor, Fraction(x.peak_bytes))
             self._refined[bracket] = (bracket,)
-            if (y.peak_bytes - floor) * _WIDTH > self._range():
+            saved_s = x.recompute_time_s - y.recompute_time_s
+            if (
+                y.peak_bytes - floor
+            ) * _WIDTH > self._range() and saved_s > _NO_TIME * x.recompute_time_s:
                 self._refined[bracket] = self._between(bracket, (floor + y.peak_bytes) / 2)
         return self._refined[bracket]
 
     def _between(self, bracket: _Bracket, goal: Fraction) -> tuple[_Bracket, ...]:
-        x, y, whole, floor = bracket.x, bracket.y, bracket.whole, bracket.floor
-        inside: list[ParetoPoint] = []
-        steps = bracket.steps
-        if not whole:
-            masks, steps = self._propose(goal, steps)
-            inside = self._inside(x, y, masks)
-        if not inside and self._is_small and whole < self._whole_depth:
+        x, y, steps, failed = bracket.x, bracket.y, bracket.steps, bracket.failed
+        if self._can_branch and failed < _FAILURES:
             masks, steps = self._propose(goal, steps, _NODES)
             inside = self._inside(x, y, masks)
-            whole += 1
-            floor = floor if inside else goal
-        if not inside and whole in (0, self._whole_depth):
-            inside = self._inside(x, y, self._splits(x.mask, y.mask))
+            failed = 0 if inside else failed + 1
+            if not inside and failed < _FAILURES:
+                return (_Bracket(x, y, steps, failed, goal),)
+        else:
+            masks, steps = self._propose(goal, steps)
+            inside = self._inside(x, y, masks)
+        if not inside:
+            others = (*self._others, *self._splits(x.mask, y.mask))
+            inside = self._inside(x, y, others)
             if not inside:
                 return (bracket,)
         return tuple(
-            _Bracket(a, b, steps, whole, floor) for a, b in itertools.pairwise((x, *inside, y))
+            _Bracket(a, b, steps, failed, bracket.floor)
+            for a, b in itertools.pairwise((x, *inside, y))
         )
 
     def _inside(self, x: ParetoPoint, y: ParetoPoint, masks: Iterable[bytes]) -> list[ParetoPoint]:
         return [
             p
             for p in self._front(masks)
-            if x.peak_bytes < p.peak_bytes < y.peak_bytes
+            if x.peak_bytes <= p.peak_bytes < y.peak_bytes
             and y.recompute_time_s < p.recompute_time_s < x.recompute_time_s
         ]
 
@@ -246,13 +265,12 @@ class Curve:
         return front
 
     def _start(self, seeds: Iterable[bytes]) -> list[ParetoPoint]:
-        assert self._relaxation is not None
         count = len(self.ev.free)
-        masks = [bytes(count), b"\1" * count, *seeds, *self._relaxation.priced(_PRICES)]
+        masks = [bytes(count), b"\1" * count, *seeds, *self._program.priced(_PRICES)]
         front = self._front(masks)
         # aim at ever smaller peaks: halfway to the least found, or up again where nothing is found
         low = Fraction(self.ev.base)
-        for _ in range(_DEPTH // 2 if self._is_small else 2):
+        for _ in range(_DEPTH // 2 if self._can_branch else 2):
             least = front[0].peak_bytes
             steps = self._steps(p.mask for p in front[: self._most_rows // 2])
             if (least - low) * _WIDTH <= least - self.ev.base:
@@ -262,30 +280,32 @@ class Curve:
             front = self._front([*(p.mask for p in front), *masks])
             if front[0].peak_bytes == least:
                 low = goal
+        if self._can_branch:
+            # the lowest peaks depend on steps that the linear program did not know of
+            for point in front[:_LOW] if self._program.columns <= _COLUMNS // 2 else ():
+                steps = self._steps((point.mask,))
+                masks = self._propose(Fraction(point.peak_bytes), steps, _NODES)[0]
+                front = self._front([*(p.mask for p in front), *masks])
+            # branch and bound does better than what is known in between
+            self._others = tuple(p.mask for p in front[1:-1])
+            return [front[0], front[-1]] if len(front) > 1 else front
         # seeds and low peaks leave points with time to spare: aim at peaks all along the curve
-        count = _GOALS if self._is_small else _GOALS // 8
         first, last = front[0].peak_bytes, front[-1].peak_bytes
-        goals = [first + Fraction((last - first) * k, count) for k in range(count)]
+        goals = [first + Fraction((last - first) * k, _GOALS) for k in range(_GOALS)]
         masks = [p.mask for p in front]
         for goal in goals:
             near = sorted(front, key=lambda p: abs(p.peak_bytes - goal))[:2]
             masks += self._propose(goal, self._steps(p.mask for p in near))[0]
-        front = self._front(masks)
-        for point in front[:_LOW] if self._is_small else ():
-            # the lowest peaks depend on steps that the linear program did not know of
-            steps = self._steps((point.mask,))
-            masks += self._propose(Fraction(point.peak_bytes), steps, _NODES)[0]
         return self._front(masks)
 
     def _propose(
         self, goal: Fraction, steps: Iterable[Step], nodes: int = 0
     ) -> tuple[list[bytes], frozenset[Step]]:
         """Masks of the program for a peak; rows are added where its answers have theirs."""
-        assert self._relaxation is not None
         rows = set(steps)
         found: list[bytes] = []
         for _ in range(_ROUNDS):
-            relaxed = self._relaxation.within(goal, rows, nodes)
+            relaxed = self._program.within(goal, rows, nodes)
             if relaxed is None:
                 break
             found = [self._arranged(mask) for mask in relaxed.masks]

@@ -16,8 +16,8 @@ import autop_ac.build
 from autop_ac import AutoParallel, ConfigError, fake_mesh, launch, measure_memory
 from autop_ac.capture.names import block_of_path
 from autop_ac.config import CommConfig
-from autop_ac.graph.facts import Facts
 from autop_ac.graph.ahead import issue_ahead, wait_late
+from autop_ac.graph.facts import Facts
 from autop_ac.graph.liveness import backward_order, forward_order, profile
 from autop_ac.lowering.bucket import bucket
 from tests import strategies

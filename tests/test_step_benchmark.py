@@ -18,7 +18,7 @@ def test_systems_have_equal_losses_and_every_figure_under_torchrun():
         SCRIPT, "--quick", "--json", "--policies", "second", "auto",
         "--systems", "fsdp2-eager", "ddp", "ours-eager",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [(row["policy"], row["system"]) for row in rows] == [

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
@@ -20,10 +20,10 @@ from ..capture.joint import JointGraph, Port
 from ..capture.names import user_name
 from ..errors import UsageError
 from ..graph.random import draws_from_seeds, random_nodes, rank_offset, sharded_axes
-from ..sharding.apply import LocalGraph, local_shape
+from ..sharding.apply import LocalGraph
 from ..sharding.plan import ShardingPlan
 from .opaque import REASON, as_one_node
-from .state import takes_whole_tensors
+from .state import as_on_one_device, distributed, takes_whole_tensors
 
 Outputs = Literal["local", "dtensor"]
 
@@ -368,11 +368,11 @@ def make_parallel(
     for name, parameter in model.named_parameters():
         port = Port("parameter", user_name(name))
         placements = placed_state(plan, mesh, port, parameter)
-        sharded = _distribute(parameter.detach(), mesh, placements)
+        sharded = distributed(parameter.detach(), mesh, placements)
         memo[id(parameter)] = torch.nn.Parameter(sharded, parameter.requires_grad)
     for name, buffer in model.named_buffers():
         placements = placed_state(plan, mesh, Port("buffer", user_name(name)), buffer)
-        memo[id(buffer)] = _distribute(buffer.detach(), mesh, placements)
+        memo[id(buffer)] = distributed(buffer.detach(), mesh, placements)
     parallel = copy.deepcopy(model, memo)
     takes_whole_tensors(parallel)
     base = type(parallel)
@@ -402,7 +402,7 @@ def make_parallel(
     }
     init = getattr(base, "init_weights", None)
     if callable(init):
-        members["init_weights"] = _as_on_one_device(init)
+        members["init_weights"] = as_on_one_device(init)
     parallel.__class__ = type(f"Parallel{base.__name__}", (base,), members)
     own_node(parallel)
     return parallel
@@ -419,43 +419,3 @@ def placed_state(
         return plan.parameters[port.name]
     whole = port.kind == "buffer" or not tensor.dim() or tensor.shape[0] % mesh.size()
     return tuple(Replicate() if whole else Shard(0) for _ in range(mesh.ndim))
-
-
-def _distribute(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
-    if tensor.device.type != "meta":
-        # a copy: a replicated tensor would be the model's own, and other ranks are written rank 0's into
-        given = tensor.to(mesh.device_type).clone(memory_format=torch.contiguous_format)
-        return distribute_tensor(given, mesh, placements)
-    shape = local_shape(tensor.shape, mesh, placements)
-    local = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=tensor.size(), stride=tensor.stride()
-    )
-
-
-def _as_on_one_device(init: Callable[..., Any]) -> Callable[..., Any]:
-    def init_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _GlobalRandom():
-            return init(self, *args, **kwargs)
-
-    init_weights.__doc__ = init.__doc__
-    return init_weights
-
-
-class _GlobalRandom(torch.utils._python_dispatch.TorchDispatchMode):  # noqa: TID251
-    """Random writes into a DTensor draw the whole tensor and keep this rank's part.
-
-    So an initialisation under one seed gives the weights it gives on a single device, and ranks agree
-    on what they share. One parameter at a time is whole in memory.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        target = args[0] if args else None
-        seeded = torch.Tag.nondeterministic_seeded in func.tags
-        if not (seeded and isinstance(target, DTensor) and func._schema.is_mutable):
-            return func(*args, **(kwargs or {}))
-        whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        func(whole, *args[1:], **(kwargs or {}))
-        part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=0)
-        target.to_local().copy_(part.to_local())
-        return target

@@ -273,14 +273,10 @@ def make_runner(
     output = joint.module.graph.output_node()
     nodes = [r for r in output.args[0] if isinstance(r, torch.fx.Node)]
     results = [p for p in joint.results if p is not None]
-    specs, infos = [], joint.descriptors._aot_state.fw_metadata.output_info
-    local_results = iter(r for r in local.module.graph.output_node().args[0] if r is not None)
-    like: list[tuple[torch.Tensor, bool]] = []
+    specs = []
     for node, port, placed in zip(nodes, results, plan.choices[output.name].inputs, strict=True):
-        made = next(local_results).meta["val"]
         if port.kind == "output":
             value = node.meta["val"]
-            like.append((made, infos[port.index].requires_grad))
             specs.append((mesh, tuple(placed or ()), value.size(), value.stride()))
     return Runner(
         compiled,
@@ -292,8 +288,18 @@ def make_runner(
         read_in_backward,
         trained,
         joint.descriptors.out_spec,
-        tuple(like),
+        _local_outputs(joint, local),
     )
+
+
+def _local_outputs(joint: JointGraph, local: LocalGraph) -> tuple[tuple[torch.Tensor, bool], ...]:
+    """A tensor like each output of forward that is one, and whether it has a gradient."""
+    infos = joint.descriptors._aot_state.fw_metadata.output_info
+    first = joint.num_forward_outputs - len(infos)  # changed buffers stand in front
+    (results,) = local.module.graph.output_node().args
+    given = zip(results[first : joint.num_forward_outputs], infos, strict=True)
+    nodes = [(r, i.requires_grad) for r, i in given if isinstance(r, torch.fx.Node)]
+    return tuple((node.meta["val"], trained) for node, trained in nodes)
 
 
 Modes = tuple[bool, ...]
@@ -353,6 +359,11 @@ class Runners:
                 "its graph cannot be traced within another trace: call it once before torch.compile does"
             )
         self._check_form(runner)
+        if runner.output_form.num_leaves != len(runner.local_outputs):
+            raise UsageError(
+                "the model gives plain values besides tensors, which a node of a graph cannot: call the "
+                "parallel module without torch.compile"
+            )
         return runner.empty_outputs()
 
 

@@ -17,6 +17,9 @@ from .errors import (
 )
 from .graph.devices import DeviceSpec, Topology
 from .policies import ATTENTION, COLLECTIVES, MATMUL, Rule, every
+from .report.estimate import Estimate
+from .report.explain import Explanation
+from .report.values import ACReport
 from .runtime.launch import WorkerError, fake_mesh, launch
 from .runtime.memory import measure_memory
 from .sharding.plan import ShardingPlan
@@ -30,11 +33,14 @@ __all__ = [
     "COLLECTIVES",
     "MATMUL",
     "ACConfig",
+    "ACReport",
     "AutoParallel",
     "AutopACError",
     "CaptureError",
     "ConfigError",
     "DeviceSpec",
+    "Estimate",
+    "Explanation",
     "ForwardInputs",
     "HintError",
     "InfeasibleError",

@@ -16,16 +16,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
+from ._torch_trace import artifact
 from .build import Settings
 from .capture.joint import JointGraph
 from .capture.trace import Request, capture, request
 from .config import ACConfig, CommConfig, CompileConfig, ac_config
 from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, Topology, described_gpu, find_device
+from .progress import progress
 from .recompute.hints import ResolvedHints, resolve_hints
 from .recompute.pareto import ParetoPoint
-from .recompute.pipeline import Recompute, pareto_of
+from .recompute.pipeline import Recompute
 from .report.build import ACReport, build_report
+from .report.estimate import Estimate
+from .report.explain import Explanation
+from .report.plan_table import plan_table
 from .runtime.parallel import Modes, Outputs, Runner, Runners, make_parallel
 from .sharding.constraints import Constraints
 from .sharding.plan import ShardingPlan
@@ -97,13 +102,15 @@ class AutoParallel:
         self._comm = CommConfig()
         self._device: DeviceSpec | None = None  # the one at hand
         self._topology: Topology | None = None
+        self._stage = progress()
         self._constraints = Constraints()
         self._state: Literal["new", "open", "closed"] = "new"
         self._request: Request | None = None
         self._joint: JointGraph | None = None
         self._hints: ResolvedHints | None = None
-        self._recompute: Recompute | None = None
+        self._plan: ShardingPlan | None = None
         self._report: ACReport | None = None
+        self._applied = False  # whether that report is of a module that was made
         self.sharding_optimizer = NodeConstraints(self)
 
     # settings: each call replaces what the earlier one set
@@ -111,12 +118,12 @@ class AutoParallel:
     def configure_ac(self, config: ACConfig | bool | None = None, /, **settings: Any) -> Self:
         """Set activation checkpointing by an `ACConfig`, or by its fields as keywords."""
         self._ac = ac_config(config, settings)
-        return self
+        return self._changed()
 
     def configure_compile(self, backend: Literal["eager", "inductor"] = "inductor") -> Self:
         """Run the graphs compiled by Inductor (the default), or node by node ("eager")."""
         self._compile = CompileConfig(backend=backend)
-        return self
+        return self._changed()
 
     def configure_comm(
         self,
@@ -135,7 +142,7 @@ class AutoParallel:
                 way, and wait for reduce-scatters later.
         """
         self._comm = CommConfig(all_gather_bucket, reduce_scatter_bucket, prefetch)
-        return self
+        return self._changed()
 
     def configure_device(
         self, device: str | DeviceSpec | None = None, topology: Topology | None = None
@@ -149,6 +156,25 @@ class AutoParallel:
                 f"{self._mesh.ndim}, give one number for each"
             )
         self._topology = topology
+        return self._changed()
+
+    def _changed(self) -> Self:
+        """A preview is of the settings of this moment; the report on a module that was made stays."""
+        if not self._applied:
+            self._report = None
+        return self
+
+    def configure_progress(self, verbose: bool = True) -> Self:
+        """Tell what runs: a display on a terminal and in a notebook, else lines of the logger "autop_ac".
+
+        Args:
+            verbose: True is the default; False tells nothing.
+        """
+        if not isinstance(verbose, bool):
+            raise ConfigError(
+                f"verbose={verbose!r}: allowed are True and False; False tells nothing"
+            )
+        self._stage = progress(verbose)
         return self
 
     # the block
@@ -160,14 +186,15 @@ class AutoParallel:
             )
         _check_mesh(self._mesh)
         self._state = "closed"  # stays so if the capture fails
-        self._request = request(
-            self._model,
-            self._input_fn,
-            self._mesh.device_type,
-            mp_policy=self._mp_policy,
-            loss_fn=self._loss_fn,
-        )
-        self._joint = capture(self._request)
+        with self._stage("capture: forward and backward in one graph"):
+            self._request = request(
+                self._model,
+                self._input_fn,
+                self._mesh.device_type,
+                mp_policy=self._mp_policy,
+                loss_fn=self._loss_fn,
+            )
+            self._joint = capture(self._request)
         self._hints = resolve_hints(
             self._joint.module, self._joint.placeholders, self._joint.module_prefix
         )
@@ -257,6 +284,8 @@ class AutoParallel:
         joint = self._open_joint("optimize_placement")
         plan = self._settings().search(joint, self._constraints)
         log.log(logging.INFO if verbose else logging.DEBUG, "%s", plan)
+        artifact("sharding_plan", lambda: plan_table(plan))
+        self._plan, self._report, self._applied = plan, None, False
         return plan
 
     def _settings(self, outputs: Outputs = "local") -> Settings:
@@ -266,23 +295,16 @@ class AutoParallel:
             device = find_device("cpu") if self._mesh.device_type == "cpu" else _this_gpu()
         return Settings(
             self._mesh, self._ac, self._compile, device, topology,
-            self._mp_policy, self._reshard, outputs, self._comm,
+            self._mp_policy, self._reshard, outputs, self._stage, self._comm,
         )  # fmt: skip
 
-    def apply_placement(self, plan: ShardingPlan, *, outputs: Outputs = "local") -> torch.nn.Module:
-        """Make the parallel module of a plan; may be called again with other settings.
-
-        Args:
-            plan: from `optimize_placement` of this object.
-            outputs: "local" gives each rank its part, "dtensor" gives DTensors.
-        """
+    def _planned(self, call: str, plan: ShardingPlan) -> JointGraph:
+        """The captured graph, after a check that the plan is for it and for this mesh."""
         if not isinstance(plan, ShardingPlan):
             raise UsageError(
-                f"apply_placement takes the plan of optimize_placement, not {type(plan).__name__}"
+                f"{call} takes the plan of optimize_placement, not {type(plan).__name__}"
             )
-        if outputs not in ("local", "dtensor"):
-            raise ConfigError(f'outputs={outputs!r}: give "local" or "dtensor"')
-        joint = self._open_joint("apply_placement")
+        joint = self._open_joint(call)
         computed = {n.name for n in joint.module.graph.nodes if n.target is not operator.getitem}
         if missing := sorted(computed - set(plan.choices)):
             raise UsageError(
@@ -291,10 +313,32 @@ class AutoParallel:
             )
         if plan.mesh_shape != tuple(self._mesh.shape):
             raise UsageError(f"the plan is for mesh {plan.mesh_shape}, not {self._mesh.shape}")
+        return joint
+
+    def _reported(self, recompute: Recompute, plan: ShardingPlan) -> ACReport:
+        assert self._hints is not None
+        names: dict[str, tuple[str, ...]] = {}
+        for entry in self._hints.catalog:
+            for name in entry.names:
+                names[name] = (*names.get(name, ()), entry.name)
+        report = build_report(recompute, plan, device=self._settings().device, names=names)
+        artifact("report", report.to_json, "json")
+        return report
+
+    def apply_placement(self, plan: ShardingPlan, *, outputs: Outputs = "local") -> torch.nn.Module:
+        """Make the parallel module of a plan; may be called again with other settings.
+
+        Args:
+            plan: from `optimize_placement` of this object.
+            outputs: "local" gives each rank its part, "dtensor" gives DTensors.
+        """
+        if outputs not in ("local", "dtensor"):
+            raise ConfigError(f'outputs={outputs!r}: give "local" or "dtensor"')
+        joint = self._planned("apply_placement", plan)
         assert self._hints is not None and self._request is not None
         settings = self._settings(outputs)
         recompute, runner = settings.lower(joint, self._hints, plan)
-        self._recompute, self._report = recompute, build_report(recompute, plan)
+        self._plan, self._report, self._applied = plan, self._reported(recompute, plan), True
         for note in recompute.plan.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
         wanted = self._request
@@ -329,15 +373,65 @@ class AutoParallel:
                 self.add_parameter_memory_constraint(0.0, parameter_memory)
             return self.apply_placement(self.optimize_placement(), outputs=handed)
 
-    @property
-    def ac_report(self) -> ACReport:
-        """What is saved and recomputed, why, and what it costs; after `apply_placement`."""
-        if self._report is None:
-            raise UsageError("there is no report yet: call apply_placement first")
+    def preview(self, plan: ShardingPlan | None = None) -> ACReport:
+        """The report on a plan under the settings of this moment, without compiling or running anything.
+
+        With several processes, call it on all of them.
+
+        Args:
+            plan: from `optimize_placement` of this object; None for the one found or applied last.
+
+        Raises:
+            InfeasibleError: the memory budget cannot be met.
+        """
+        plan = self._plan if plan is None else plan
+        if plan is None:
+            raise UsageError("preview: there is no plan yet: call optimize_placement first")
+        joint = self._planned("preview", plan)
+        assert self._hints is not None
+        recompute = self._settings().recompute(joint, self._hints, plan)
+        self._plan, self._report, self._applied = plan, self._reported(recompute, plan), False
         return self._report
 
-    def pareto(self, depth: int = 3) -> tuple[ParetoPoint, ...]:
-        """The curve of predicted peak against recompute time; after `apply_placement`.
+    @property
+    def ac_report(self) -> ACReport:
+        """What is saved and recomputed, why, and what it costs.
+
+        Of the plan that was applied, or previewed, last; after `optimize_placement` alone, its `preview`.
+        """
+        if self._report is not None:
+            return self._report
+        if self._plan is None:
+            raise UsageError(
+                "there is no report yet: call apply_placement first, or optimize_placement for a "
+                "prediction alone"
+            )
+        return self.preview()
+
+    def estimate(self, optimizer: str | None = None) -> Estimate:
+        """Bytes of one device at the predicted peak and who holds them, seconds of a step, and whether
+        it fits the described device; after `optimize_placement`.
+
+        Args:
+            optimizer: counts the state of this one, ``"adamw"`` and others as in `ACConfig`; None for
+                the state that the settings name.
+        """
+        return self.ac_report.estimate(optimizer)
+
+    def explain(self, asked: str) -> Explanation:
+        """What is saved and recomputed of a module, a tensor or a parameter, why, and what it costs.
+
+        Args:
+            asked: a module path or a glob of some (``"layers.3.attention"``), a tensor's name in the graph
+                or by `checkpoint_name`, or a parameter's name.
+
+        Raises:
+            UsageError: nothing is called so; the nearest names are told.
+        """
+        return self.ac_report.explain(asked)
+
+    def pareto(self, depth: int = 4) -> tuple[ParetoPoint, ...]:
+        """The curve of predicted peak against recompute time; after `optimize_placement`.
 
         What binds (hints, rules, the all-gather contract) holds in every point; what stages or a budget
         decided is free. To run a point, apply the plan again with the settings as they were and its
@@ -349,9 +443,7 @@ class AutoParallel:
         Returns:
             Points of growing peak (bytes on one device) and falling recompute time (seconds).
         """
-        if self._recompute is None:
-            raise UsageError("there is no graph to plan on yet: call apply_placement first")
-        return pareto_of(self._recompute, depth)
+        return self.ac_report.pareto(depth)
 
 
 class NodeConstraints:

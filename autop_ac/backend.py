@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from . import _torch_compile as private
+from ._torch_trace import artifact
 from .annotate import ReadsHints
 from .capture.joint import Port
 from .capture.trace import differentiate
@@ -69,17 +70,19 @@ class ACBackend(ReadsHints):
         backend = self.compile.backend
         local = apply_plan(joint, unsharded(joint), None, decompositions(joint, backend))
         local = run_user_passes(local, joint, backend)
+        device = self.device or _device_of(gm)
         recompute = plan_recompute(
             local,
             resolve_hints(joint.module, joint.placeholders, joint.module_prefix),
             self.ac,
-            self.device or _device_of(gm),
+            device,
             {},
             reshard_after_forward=True,
         )
         with user_passes_done():
             made = compile_local(joint, local.module, partition_by(recompute), backend)
-        self.reports.append(build_report(recompute, None))
+        self.reports.append(build_report(recompute, None, device=device))
+        artifact("report", self.reports[-1].to_json, "json")
         for note in recompute.plan.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
         log.info("compiled a graph of %d nodes", len(local.module.graph.nodes))

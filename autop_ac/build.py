@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ._torch import compile_lock
+from ._torch_trace import artifact
 from .agree import check_same, from_first_rank
 from .capture.joint import JointGraph
 from .capture.trace import Request, capture
@@ -20,6 +21,7 @@ from .graph.liveness import backward_order, forward_order
 from .lowering.bucket import bucket
 from .lowering.compile import compile_local, decompositions, partition_by
 from .lowering.hooks import run_user_passes, user_passes_done
+from .progress import Stage, silent
 from .recompute.hints import ResolvedHints, resolve_hints
 from .recompute.pipeline import Recompute, plan_recompute
 from .runtime.parallel import Modes, Outputs, Runner, make_runner, placed_state
@@ -41,6 +43,7 @@ class Settings:
     mp_policy: MixedPrecisionPolicy | None = None
     reshard_after_forward: bool = True
     outputs: Outputs = "local"
+    stage: Stage = silent
     comm: CommConfig = CommConfig()
 
     def search(self, joint: JointGraph, constraints: Constraints) -> ShardingPlan:
@@ -56,24 +59,29 @@ class Settings:
                 topology=self.topology,
                 reduce_dtype=self.mp_policy.reduce_dtype if self.mp_policy else None,
                 reshard_after_forward=self.reshard_after_forward,
+                stage=self.stage,
             ),
         )
 
     def recompute(self, joint: JointGraph, hints: ResolvedHints, plan: ShardingPlan) -> Recompute:
         """The shard pass and the recompute plan on what it gives, its tags written."""
         backend = self.compile.backend
-        local = apply_plan(joint, plan, self.mesh, decompositions(joint, backend))
-        local = bucket(local, self.comm)
-        return plan_recompute(
-            run_user_passes(local, joint, backend),
-            hints,
-            self.ac,
-            self.device,
-            self.topology.links(self.mesh),
-            self.reshard_after_forward,
-            partial(from_first_rank, self.mesh),
-            self.comm.prefetch_bytes,
-        )
+        with self.stage("lower: the graph of one device"):
+            local = apply_plan(joint, plan, self.mesh, decompositions(joint, backend))
+            local = run_user_passes(bucket(local, self.comm), joint, backend)
+        with self.stage("plan: what is kept for backward"):
+            recompute = plan_recompute(
+                local,
+                hints,
+                self.ac,
+                self.device,
+                self.topology.links(self.mesh),
+                self.reshard_after_forward,
+                partial(from_first_rank, self.mesh),
+                self.comm.prefetch_bytes,
+            )
+        artifact("local_graph", lambda: str(local.module.print_readable(print_output=False)))
+        return recompute
 
     def lower(
         self, joint: JointGraph, hints: ResolvedHints, plan: ShardingPlan
@@ -89,7 +97,10 @@ class Settings:
         recompute = self.recompute(joint, hints, plan)
         check_same(self.mesh, "the order of collectives", _collectives(recompute))
         local = recompute.local
-        with user_passes_done():
+        with (
+            user_passes_done(),
+            self.stage(f"compile: forward and backward ({self.compile.backend})"),
+        ):
             compiled = compile_local(
                 joint, local.module, partition_by(recompute), self.compile.backend
             )
@@ -109,7 +120,8 @@ class Settings:
             wanted: what was traced.  traced, plan: its graph and plan.
             modes: whether each module is in training mode.
         """
-        joint = capture(wanted, modes)
+        with self.stage("capture: the model in another mode"):
+            joint = capture(wanted, modes)
         inputs, outputs = _by_index(plan, traced, "input"), _outputs(plan, traced)
         given = sum(p is not None and p.kind == "output" for p in joint.results)
         nodes = {}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import math
 import operator
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Self
 
 from .errors import ConfigError, HintError
 from .policies import Rule, Selector, conflicts, parse_rules, parse_selectors, rule_conflicts
@@ -122,8 +125,9 @@ class ACConfig:
     """
 
     enable: bool = True
-    stage_size: str | int | None = "auto"
-    memory_budget: str | int | float | None = None
+    # text comes last: tyro and its like take the first of a union that a word can be read as
+    stage_size: int | None | str = "auto"
+    memory_budget: int | float | None | str = None
     save: Any = ()
     recompute: Any = ()
     rules: Any = ()
@@ -193,6 +197,160 @@ class ACConfig:
         # names and every are more specific than operators
         return (*self.rules, *sorted(both, key=lambda rule: rule.op.rank))
 
+    # from and to files and command lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings in plain values: selectors and rules as text. `from_dict` reads them back."""
+        return {
+            name: [str(x) for x in value] if isinstance(value, tuple) else value
+            for name in setting_names()
+            for value in [getattr(self, name)]
+        }
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
+        """Settings by name. The text ``"none"`` is None, for files that have no word for it.
+
+        Raises:
+            ConfigError: a name is unknown (the nearest is told), or a value is out of range.
+        """
+        check_names(settings)
+        return cls(**{name: _none(name, value) for name, value in settings.items()})
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Self:
+        """Settings from a TOML file with the names of this class::
+
+            stage_size = "512 MiB"
+            rules = ["layers.*.attention::aten.mm=save", "layers.*=recompute"]
+
+        Raises:
+            ConfigError: the file cannot be read, a name is unknown, or a value is out of range; the
+                message begins with the path.
+        """
+        try:
+            with open(path, "rb") as file:
+                settings = tomllib.load(file)
+            return cls.from_dict(settings)
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser, prefix: str = "") -> None:
+        """Add a flag for each setting to a program's own command line; `from_args` reads them.
+
+        Args:
+            parser: gets a group of flags, ``--stage-size``, ``--memory-budget``, ``--save``, ``--rule``, ...
+            prefix: put before each name: ``"ac-"`` makes ``--ac-save``.
+        """
+        group = parser.add_argument_group("activation checkpointing")
+        for name, (flag, words) in _FLAGS.items():
+            options: dict[str, Any] = {"dest": _dest(prefix, name), "help": words}
+            options["default"] = argparse.SUPPRESS  # what is not given leaves a file's word alone
+            if name == "enable":
+                options["action"] = argparse.BooleanOptionalAction
+            elif name in _LISTS:
+                options |= {"action": "append", "metavar": "RULE" if name == "rules" else "OP"}
+            elif name == "optimizer":
+                options["choices"] = (*OPTIMIZER_COPIES, "none")
+            else:
+                options["metavar"] = "SIZE"
+            group.add_argument(f"--{prefix}{flag}", **options)
+
+    @classmethod
+    def from_args(
+        cls, args: argparse.Namespace, prefix: str = "", base: ACConfig | None = None
+    ) -> Self:
+        """Settings from the flags of `add_arguments`.
+
+        Args:
+            args: what ``parser.parse_args()`` gave.
+            prefix: the one given to `add_arguments`.
+            base: settings that hold where a flag is not given; None for the defaults. A budget given as
+                a flag replaces its stages, and stages given as a flag its budget.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        given = {n: getattr(args, d) for n in _FLAGS if hasattr(args, d := _dest(prefix, n))}
+        for name in _LISTS & given.keys():
+            given[name] = [part for text in given[name] for part in text.split(",")]
+        for name in ("stage_size", "memory_budget"):
+            if name in given:
+                given[name] = _number(_none(name, given[name]))
+        settings = {} if base is None else base.to_dict()
+        if given.get("memory_budget") is not None:
+            settings.pop("stage_size", None)
+        if "stage_size" in given:
+            settings.pop("memory_budget", None)
+        return cls.from_dict({**settings, **given})
+
+
+_LISTS = frozenset(("save", "recompute", "rules"))
+_FLAGS: Mapping[str, tuple[str, str]] = {
+    "enable": ("enable", "hints, rules and the automatic part are on (the default) or off"),
+    "stage_size": (
+        "stage-size",
+        'bytes that a stage recomputes at most: "512 MiB", "auto", or "none"',
+    ),
+    "memory_budget": (
+        "memory-budget",
+        'most that the predicted peak may be: "40 GiB", a fraction such as 0.5, or "device"',
+    ),
+    "optimizer": ("optimizer", "counts its state in the peak"),
+    "save": ("save", "an operator, group or name to keep; may be repeated"),
+    "recompute": ("recompute", "an operator, group or name to compute again; may be repeated"),
+    "rules": (
+        "rule",
+        '"MODULE::OPERATOR=ACTION", such as "layers.*::aten.mm=save"; may be repeated',
+    ),
+}
+
+
+def _dest(prefix: str, name: str) -> str:
+    return f"{prefix}{name}".replace("-", "_")
+
+
+def _none(name: str, value: Any) -> Any:
+    may_be_none = name in ("stage_size", "memory_budget", "optimizer")
+    return None if may_be_none and isinstance(value, str) and value.lower() == "none" else value
+
+
+def _number(text: Any) -> Any:
+    """A word of a command line: a whole number is bytes, another number a fraction."""
+    if not isinstance(text, str):
+        return text
+    if text.strip().isdecimal():
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def setting_names() -> tuple[str, ...]:
+    """The names of the settings of `ACConfig`."""
+    return tuple(f.name for f in fields(ACConfig) if f.init)
+
+
+def check_names(settings: Mapping[str, Any]) -> None:
+    """Hold that every name is one of a setting of `ACConfig`.
+
+    Raises:
+        ConfigError: one is not; the nearest is told.
+    """
+    known = setting_names()
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"no setting of activation checkpointing is called {name!r}"
+                + (f"; did you mean {near[0]}?" if near else "")
+                + f" Settings are {', '.join(known)}"
+            )
+
 
 @dataclass(frozen=True)
 class CompileConfig:
@@ -255,15 +413,7 @@ def ac_config(config: ACConfig | bool | None, settings: Mapping[str, Any]) -> AC
         if settings:
             raise ConfigError(f"give an ACConfig or keywords, not both; got {sorted(settings)}")
         return config
-    known = [f.name for f in fields(ACConfig) if f.init]
-    for name in settings:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"no setting of activation checkpointing is called {name!r}"
-                + (f"; did you mean {near[0]}?" if near else "")
-                + f" Settings are {', '.join(known)}"
-            )
+    check_names(settings)
     if config is not None:
         settings = {**settings, "enable": config}
     return ACConfig(**settings)

@@ -19,7 +19,7 @@ def layers(size, count, dropout=0.0):
 
 
 def order_of_gathers(ap):
-    facts, saved = ap._recompute.facts, ap._recompute.plan.saved
+    facts, saved = ap.ac_report.basis.facts, ap.ac_report.basis.plan.saved
     run = [facts.values[i] for i in backward_order(facts, saved)]
     return [(v.collective, v.parameter, v.serves) for v in run if v.collective]
 
@@ -68,7 +68,7 @@ def dropped():
         with ap.configure_ac(stage_size=stage).configure_compile("eager"):
             ap.add_parameter_memory_constraint()
             ap.apply_placement(ap.optimize_placement())
-        found.append((len(ap._recompute.facts.values), order_of_gathers(ap)))
+        found.append((len(ap.ac_report.basis.facts.values), order_of_gathers(ap)))
     return found
 
 

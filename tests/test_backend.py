@@ -241,6 +241,9 @@ def test_another_batch_size_compiles_again_and_is_right():
         assert torch.allclose(got[0], expected[0])
         for a, b in zip(got[1], expected[1], strict=True):
             assert torch.allclose(a, b, atol=1e-6)
+    # the second graph has a symbolic batch; reports are plain numbers all the same
+    assert all(type(v.time_s) is float for v in ac.ac_report.basis.facts.values)
+    assert "predicted step" in str(ac.ac_report.estimate())
 
 
 def test_a_function_of_tensors_is_compiled_as_a_module_is():

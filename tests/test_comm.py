@@ -19,7 +19,6 @@ from autop_ac.config import CommConfig
 from autop_ac.graph.ahead import issue_ahead, wait_late
 from autop_ac.graph.facts import Facts
 from autop_ac.graph.liveness import backward_order, forward_order, profile
-from autop_ac.lowering.bucket import bucket
 from tests import strategies
 from tests.gpt import GPT, GPTConfig, mean_loss
 
@@ -79,7 +78,7 @@ def numbers(shape, backend, names):
 
 
 def collectives(ap):
-    facts, saved = ap._recompute.facts, ap._recompute.plan.saved
+    facts, saved = ap.ac_report.basis.facts, ap.ac_report.basis.plan.saved
     order = (*forward_order(facts, saved), *backward_order(facts, saved))
     return [facts.values[i] for i in order if facts.values[i].collective]
 
@@ -137,7 +136,7 @@ def test_more_gathered_at_once_or_ahead_is_a_higher_peak_within_the_bound(settle
 @pytest.mark.parametrize("name", ["default", "ahead"])
 def test_a_bucket_is_of_one_block_within_its_bytes_and_gathered_again_in_backward(settled, name):
     ap, _ = settled[name]
-    facts, plan = ap._recompute.facts, ap._recompute.plan
+    facts, plan = ap.ac_report.basis.facts, ap.ac_report.basis.plan
     limit = CommConfig(**SETTINGS[name]).all_gather_bytes
     together = [v for v in facts.values if v.collective.endswith("coalesced")]
     assert {v.collective for v in together} == {
@@ -167,9 +166,9 @@ def test_a_budget_is_held_with_what_is_gathered_ahead():
 
 def starts_and_waits(ap):
     """Of forward's gathers of parameters, what runs in order: a start or a wait."""
-    facts = ap._recompute.facts
+    facts = ap.ac_report.basis.facts
     events, started = [], set()
-    for i in forward_order(facts, ap._recompute.plan.saved):
+    for i in forward_order(facts, ap.ac_report.basis.plan.saved):
         value = facts.values[i]
         if value.collective.startswith("all_gather") and value.parameter:
             events.append("start")
@@ -253,17 +252,16 @@ def test_wrong_settings_are_refused_where_they_are_made(settings, message):
         ap.configure_comm(**settings)
 
 
-def test_nothing_to_put_together_is_left_as_it_is(settled):
-    local = settled["alone"][0]._recompute.local
-    before = str(local.module.graph)
-    assert str(bucket(local, CommConfig("1 B", "1 B")).module.graph) == before
+def test_what_is_larger_than_half_a_bucket_stays_alone(settled):
+    facts = settled["alone"][0].ac_report.basis.facts
+    assert not [v for v in facts.values if v.collective.endswith("coalesced")]
 
 
 @pytest.mark.parametrize("name", ["default", "far ahead"])
 def test_every_tensor_of_a_bucket_is_waited_for_in_forward_and_in_backward(settled, name):
     """PyTorch holds on to what is never waited for, step after step."""
-    facts = settled[name][0]._recompute.facts
-    saved = settled[name][0]._recompute.plan.saved
+    facts = settled[name][0].ac_report.basis.facts
+    saved = settled[name][0].ac_report.basis.plan.saved
     for order in (forward_order(facts, saved), backward_order(facts, saved)):
         parts = {i: facts.values[i].inputs[0] for i in order if facts.values[i].op == "getitem"}
         waits = [facts.values[i].inputs[0] for i in order if "wait_tensor" in facts.values[i].op]

@@ -1,9 +1,13 @@
 """Measured bytes are those of known allocations."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from autop_ac import UsageError, measure_memory
+from autop_ac.runtime.memory import MeasuredMemory, _fill
 
 
 def floats(count):
@@ -21,7 +25,48 @@ def test_peak_marks_and_end_of_known_allocations():
     assert memory.peak_bytes == 6000
     assert memory.end_bytes == 2000
     assert memory.live == (4000, 4000, 6000, 2000, 2000)
+    assert memory.device == "cpu"
     del second
+
+
+def test_times_grow_with_the_steps_and_marks_are_on_the_same_clock():
+    with measure_memory() as memory:
+        kept = [floats(10)]
+        memory.mark("middle")
+        time.sleep(0.01)
+        kept.append(floats(10))
+    assert len(memory.times_s) == len(memory.live) == 3
+    assert memory.times_s[0] == 0
+    assert list(memory.times_s) == sorted(memory.times_s)
+    assert memory.mark_times_s == {"middle": memory.times_s[1]}
+    assert memory.times_s[2] - memory.times_s[1] >= 0.01
+
+
+def allocation(at, address, size, device):
+    fields = SimpleNamespace(ptr=address, alloc_size=size, device=torch.device(device))
+    return SimpleNamespace(
+        tag="_EventType.Allocation", extra_fields=fields, start_time_ns=at, children=[], name=""
+    )
+
+
+def test_events_of_other_devices_do_not_count():
+    """The events of a GPU, made by hand: there is none here."""
+    events = [
+        allocation(1, 7, 100, "cuda:0"),
+        allocation(2, 8, 1000, "cpu"),
+        allocation(3, 9, 50, "cuda:0"),
+        allocation(4, 7, 10_000, "cuda:1"),
+        allocation(5, 7, -100, "cuda:0"),
+    ]
+    memory = MeasuredMemory()
+    _fill(memory, reversed(events), torch.device("cuda", 0))
+    assert memory.live == (100, 150, 50)
+    assert (memory.peak_bytes, memory.end_bytes) == (150, 50)
+
+
+def test_a_device_without_such_events_is_refused():
+    with pytest.raises(UsageError, match="measure_memory.device='meta'"), measure_memory("meta"):
+        pass
 
 
 def test_what_was_allocated_before_the_block_is_not_counted():

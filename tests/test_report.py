@@ -173,6 +173,17 @@ def test_a_report_is_a_frozen_value():
         report().kept_bytes = 0
 
 
+def test_equal_layers_are_explained_in_one_line_though_their_stages_differ():
+    answer = report().explain("layers.*")
+    text = " ".join(str(answer).split())
+    assert [v.name for v in answer.saved] == [f"mm_{i}" for i in range(4)]
+    assert "4 x mm_0: aten.mm.default" in text and "layers.0-3" in text
+    assert "4 x relu_0" in text and "auto: recomputed with its stage" in text
+    assert "set aside: rule asks to recompute: rule ::MATMUL=recompute (run.py:3)" in text
+    assert answer.recompute_s == 4 * 0.5 and answer.recomputed_bytes == 4 * 40
+    assert "with stage 2" in str(report().explain("layers.0"))
+
+
 def test_a_plan_table_folds_layers_and_names_axes():
     text = plan_table(PLAN)
     assert "mesh dp=4 x tp=2" in text
@@ -190,6 +201,8 @@ def test_numbers_are_folded_at_every_place_of_the_path():
     assert fold_paths([("a.0", 1), ("a.1", 2)]) == [("a.0", (0,)), ("a.1", (1,))]
     assert fold_paths([("", 1), ("0", 1)]) == [("", (0,)), ("0", (1,))]
     assert fold_paths([]) == []
+    twice = [("a.0", 1), ("a.1", 1), ("a.0", 1), ("b.c", 1), ("b.c", 1)]
+    assert fold_paths(twice) == [("a.0-1", (0, 1, 2)), ("b.c", (3, 4))]
 
 
 @given(st.lists(st.integers(0, 30), min_size=1))

@@ -80,7 +80,7 @@ def collect_facts(
                 parameter=_parameter(port, note, collective),
                 bytes=new_bytes,
                 storages=storages,
-                time_s=time_s(node) if node.op == "call_function" else 0.0,
+                time_s=_as_float(time_s(node)) if node.op == "call_function" else 0.0,
                 follows=None if follows is None else index[follows],
                 is_tensor=tensor is not None,
                 random=draws_random(node),
@@ -119,6 +119,13 @@ def as_int(size: Any) -> int:
     if isinstance(size, torch.SymInt):
         return int(size.node.hint) if size.node.has_hint() else 0
     return int(size)
+
+
+def _as_float(time_s: Any) -> float:
+    """Seconds as a number; of symbolic sizes at their hints, without making a guard."""
+    if isinstance(time_s, torch.SymFloat):
+        return float(time_s.node.hint) if time_s.node.has_hint() else 0.0
+    return float(time_s)
 
 
 def _tensors(val: Any) -> Iterator[torch.Tensor]:

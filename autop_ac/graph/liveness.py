@@ -142,12 +142,12 @@ def profile(facts: Facts, saved: Sequence[int]) -> Profile:
     Parameters, buffers and user inputs are alive throughout. User outputs are alive through forward;
     the loss is taken to be done with them when backward starts. Gradients live to the end.
     """
-    always = _input_storages(facts)
+    always = input_storages(facts)
     steps = forward_order(facts, saved)
-    ahead = _Run(facts, always, (), steps, (*facts.forward_outputs, *saved))
+    ahead = Run(facts, always, (), steps, (*facts.forward_outputs, *saved))
     steps_back = backward_order(facts, saved)
     tangents = tuple(v.index for v in facts.values if v.role == "tangent")
-    back = _Run(facts, always, (*saved, *tangents), steps_back, facts.backward_outputs)
+    back = Run(facts, always, (*saved, *tangents), steps_back, facts.backward_outputs)
     base = _base(facts, always)
     forward = tuple(base + b for b in ahead.alive)
     backward = tuple(base + b for b in back.alive)
@@ -175,7 +175,7 @@ def profile(facts: Facts, saved: Sequence[int]) -> Profile:
     )
 
 
-def _input_storages(facts: Facts) -> dict[int, str]:
+def input_storages(facts: Facts) -> dict[int, str]:
     """Storages that are alive throughout, by who holds them."""
     found: dict[int, str] = {}
     for value in facts.values:
@@ -196,7 +196,7 @@ def _base(facts: Facts, always: Mapping[int, str]) -> int:
     return parameters + _always_bytes(facts, always, "inputs")
 
 
-class _Run:
+class Run:
     """One graph run node by node: bytes alive beyond `always`, and each storage's span of steps."""
 
     def __init__(

@@ -86,7 +86,7 @@ def pareto(
     facts: Facts,
     fixed: Mapping[int, Action],
     keep: Mapping[int, str] | None = None,
-    depth: int = 3,
+    depth: int = 4,
 ) -> tuple[ParetoPoint, ...]:
     """The curve of peak against recompute time, from least peak to least recomputation.
 

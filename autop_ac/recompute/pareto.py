@@ -40,8 +40,9 @@ _DEPTH = 24  # brackets on the way to a budget
 _FAILURES = 6  # of branch and bound in one bracket, ever closer to its upper end
 _ROUNDS = 3  # of rows added to one program
 _SPLITS = 24  # positions tried in one bracket
-_RUNS = 6  # of neighbouring equal layers that branch and bound takes as one on larger graphs
-_COLUMNS = 2000  # of a program up to which branch and bound is used
+_RUNS = 4  # of neighbouring equal layers that branch and bound takes as one on larger graphs
+_COLUMNS = 900  # of a program from which on equal layers are tied in it
+_BRANCHED = 2000  # of a program up to which branch and bound is used
 _NODES = 50
 _BOUND_NODES = 2000  # for the one lower bound of a budget's answer
 _CLOSE = 0.01  # a bound nearer than this part to what was found is not made better on large graphs
@@ -134,16 +135,16 @@ class Curve:
             around = self._pick(finer, budget_bytes)
         return around.x
 
-    def points(self, depth: int = 3) -> tuple[ParetoPoint, ...]:
+    def points(self, depth: int = 4) -> tuple[ParetoPoint, ...]:
         """The curve, each bracket refined up to `depth` times."""
         if self.exact or len(self._ends) == 1:
             return tuple(self._ends)
         brackets = self._brackets()
         for _ in range(depth):
             brackets = tuple(b for bracket in brackets for b in self._refine(bracket))
-        # of two of one peak the later takes less time
-        found = {p.peak_bytes: p for p in (*(b.x for b in brackets), brackets[-1].y)}
-        return tuple(found.values())
+        # of two of one peak the later takes less time, of two of one time the earlier holds less
+        least = {p.peak_bytes: p for p in (*(b.x for b in brackets), brackets[-1].y)}
+        return tuple({p.recompute_time_s: p for p in reversed(least.values())}.values())[::-1]
 
     def bound_s(self, point: ParetoPoint, budget_bytes: int) -> float:
         """A time that no save set within `budget_bytes` falls below."""
@@ -175,7 +176,7 @@ class Curve:
 
     @property
     def _can_branch(self) -> bool:
-        return self._full is not None and self._program.columns <= _COLUMNS
+        return self._full is not None and self._program.columns <= _BRANCHED
 
     @property
     def _most_rows(self) -> int:
@@ -217,14 +218,16 @@ class Curve:
 
     def _between(self, bracket: _Bracket, goal: Fraction) -> tuple[_Bracket, ...]:
         x, y, steps, failed = bracket.x, bracket.y, bracket.steps, bracket.failed
+        inside: list[ParetoPoint] = []
         if self._can_branch and failed < _FAILURES:
-            masks, steps = self._propose(goal, steps, _NODES)
+            masks, steps = self._propose(self._program, goal, steps, _NODES)
             inside = self._inside(x, y, masks)
             failed = 0 if inside else failed + 1
             if not inside and failed < _FAILURES:
                 return (_Bracket(x, y, steps, failed, goal),)
-        else:
-            masks, steps = self._propose(goal, steps)
+        if not inside:
+            assert self._full is not None
+            masks, steps = self._propose(self._full, goal, steps)
             inside = self._inside(x, y, masks)
         if not inside:
             others = (*self._others, *self._splits(x.mask, y.mask))
@@ -241,7 +244,7 @@ class Curve:
             p
             for p in self._front(masks)
             if x.peak_bytes <= p.peak_bytes < y.peak_bytes
-            and y.recompute_time_s < p.recompute_time_s < x.recompute_time_s
+            and y.recompute_time_s <= p.recompute_time_s < x.recompute_time_s
         ]
 
     def _range(self) -> int:
@@ -276,15 +279,15 @@ class Curve:
             if (least - low) * _WIDTH <= least - self.ev.base:
                 break
             goal = (low + least) / 2
-            masks, _ = self._propose(goal, steps)
+            masks, _ = self._propose(self._program, goal, steps)
             front = self._front([*(p.mask for p in front), *masks])
             if front[0].peak_bytes == least:
                 low = goal
         if self._can_branch:
             # the lowest peaks depend on steps that the linear program did not know of
-            for point in front[:_LOW] if self._program.columns <= _COLUMNS // 2 else ():
+            for point in front[:_LOW] if self._program.columns <= _COLUMNS else ():
                 steps = self._steps((point.mask,))
-                masks = self._propose(Fraction(point.peak_bytes), steps, _NODES)[0]
+                masks = self._propose(self._program, Fraction(point.peak_bytes), steps, _NODES)[0]
                 front = self._front([*(p.mask for p in front), *masks])
             # branch and bound does better than what is known in between
             self._others = tuple(p.mask for p in front[1:-1])
@@ -295,17 +298,17 @@ class Curve:
         masks = [p.mask for p in front]
         for goal in goals:
             near = sorted(front, key=lambda p: abs(p.peak_bytes - goal))[:2]
-            masks += self._propose(goal, self._steps(p.mask for p in near))[0]
+            masks += self._propose(self._program, goal, self._steps(p.mask for p in near))[0]
         return self._front(masks)
 
     def _propose(
-        self, goal: Fraction, steps: Iterable[Step], nodes: int = 0
+        self, program: Relaxation, goal: Fraction, steps: Iterable[Step], nodes: int = 0
     ) -> tuple[list[bytes], frozenset[Step]]:
         """Masks of the program for a peak; rows are added where its answers have theirs."""
         rows = set(steps)
         found: list[bytes] = []
         for _ in range(_ROUNDS):
-            relaxed = self._program.within(goal, rows, nodes)
+            relaxed = program.within(goal, rows, nodes)
             if relaxed is None:
                 break
             found = [self._arranged(mask) for mask in relaxed.masks]

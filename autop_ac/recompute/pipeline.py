@@ -193,15 +193,15 @@ def _automatic(
     return staged(size)
 
 
-def pareto_of(recompute: Recompute, depth: int = 3) -> tuple[ParetoPoint, ...]:
+def pareto_of(facts: Facts, plan: RecomputePlan, depth: int = 4) -> tuple[ParetoPoint, ...]:
     """The curve of peak against recompute time under what binds in a plan (hints, rules, contract).
 
     Args:
-        recompute: the plan; what its budget or its stages decided is free again.
+        facts, plan: the graph and the plan; what its budget or its stages decided is free again.
         depth: how often each part of the curve is halved.
     """
-    fixed = {i: d.action for i, d in recompute.plan.decisions.items() if d.origin < Origin.AUTO}
-    return pareto(_with_room(recompute.facts), fixed, depth=depth)
+    fixed = {i: d.action for i, d in plan.decisions.items() if d.origin < Origin.AUTO}
+    return pareto(_with_room(facts), fixed, depth=depth)
 
 
 def _with_room(facts: Facts) -> Facts:

@@ -7,190 +7,45 @@ value which nobody reads there is neither.
 
 from __future__ import annotations
 
-import html
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
 
+from ..graph.devices import DeviceSpec, find_device
 from ..graph.facts import Facts, Value
 from ..graph.liveness import backward_order
 from ..recompute.hints import root_of
 from ..recompute.pipeline import Recompute
 from ..recompute.plan import Origin, RecomputePlan
 from ..sharding.plan import ShardingPlan
-from .fold import fold_paths
-from .text import duration, size, table_html, table_text, wrapped
+from .basis import Basis
+from .fold import fold_paths, unnumbered
+from .values import UNREAD, ACReport, ModuleRow, Reason, SavedValue, SetAside
 
-UNREAD = "unread"
-"""Action in a report of what is neither kept nor recomputed, because backward does not read it."""
+__all__ = [
+    "ACReport",
+    "ModuleRow",
+    "Reason",
+    "SavedValue",
+    "SetAside",
+    "build_report",
+    "make_report",
+]
 
 
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why values of a module are kept or not.
+def build_report(
+    recompute: Recompute,
+    sharding: ShardingPlan | None = None,
+    *,
+    device: DeviceSpec | None = None,
+    names: Mapping[str, tuple[str, ...]] | None = None,
+) -> ACReport:
+    """Report on the outcome of the recompute part.
 
-    Attributes:
-        action: "save", "recompute" or "unread".
-        origin: who decided, ``"hint"``, ``"auto"``, ...
-        reason: in plain words.
-        values: how many values; views, getitems and waits count with what they belong to.
+    Args:
+        device: that times were predicted for.
+        names: by a name that `checkpoint_name` gave, the captured values that have it.
     """
-
-    action: str
-    origin: str
-    reason: str
-    values: int
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleRow:
-    """One module path, or several equal layers folded into one.
-
-    Attributes:
-        module: path, with folded numbers as ``layers.0-3``; ``""`` at the root.
-        layers: how many equal modules the row stands for.
-        saved_bytes, recomputed_bytes: of one of them.
-        reasons: of one of them, most values first.
-    """
-
-    module: str
-    layers: int
-    saved_bytes: int
-    recomputed_bytes: int
-    reasons: tuple[Reason, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SetAside:
-    """A hint or rule that a higher one overrode.
-
-    Attributes:
-        asked: "save" or "recompute".  reason, source: whose wish it was, and where it is written.
-        module: where, equal layers folded.
-        values: names of the values it was set aside for.
-        decided_by: the origin and reason that prevailed.
-    """
-
-    asked: str
-    reason: str
-    source: str
-    module: str
-    values: tuple[str, ...]
-    decided_by: str
-
-
-@dataclass(frozen=True, slots=True)
-class SavedValue:
-    """One value that is kept from forward to backward, and why.
-
-    Attributes:
-        name, op: of the local graph's node.  module, source: the user's module path, file and line.
-        shape, dtype: local.  bytes: of the storages it holds, on one device.
-        origin, reason: who decided, in plain words.
-    """
-
-    name: str
-    op: str
-    module: str
-    source: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    origin: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ACReport:
-    """What is kept and recomputed, why, and what it costs; all bytes are of one device.
-
-    `str` gives it as text, ``_repr_html_`` to a notebook.
-
-    Attributes:
-        rows: by module path, in order of execution.
-        set_aside: hints and rules that were overridden.
-        notes: warnings and remarks.
-        saved: the values kept from forward to backward, in order of execution.
-        stage_bytes: the stage size used, None without stages.
-        budget_bytes, budget_gap: the memory budget, and how far recompute time can be above the least
-            within it, as a fraction; None without a budget.
-        kept_bytes, kept_without_ac_bytes: bytes of saved activations at the end of forward.
-        peak_bytes, peak_without_ac_bytes: predicted peak of live bytes.
-        recompute_s: predicted seconds of recomputation in one step.
-        step_s: predicted seconds of one step by the sharding search, None without a sharding plan.
-    """
-
-    rows: tuple[ModuleRow, ...]
-    set_aside: tuple[SetAside, ...]
-    notes: tuple[str, ...]
-    saved: tuple[SavedValue, ...]
-    stage_bytes: int | None
-    budget_bytes: int | None
-    budget_gap: float | None
-    kept_bytes: int
-    kept_without_ac_bytes: int
-    peak_bytes: int
-    peak_without_ac_bytes: int
-    recompute_s: float
-    step_s: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report in plain values that JSON can hold."""
-        plain: dict[str, Any] = _plain(asdict(self))
-        return plain
-
-    def __str__(self) -> str:
-        table = table_text(_HEADINGS, self._cells(), right=(1, 2, 3))
-        return "\n".join((*self._summary(), table, *map(wrapped, self._remarks())))
-
-    def _repr_html_(self) -> str:
-        summary = "<br>".join(map(html.escape, self._summary()))
-        remarks = "".join(f"<p>{html.escape(line)}</p>" for line in self._remarks())
-        return f"<p>{summary}</p>{table_html(_HEADINGS, self._cells())}{remarks}"
-
-    def _summary(self) -> list[str]:
-        how = "no stages" if self.stage_bytes is None else f"stages of {size(self.stage_bytes)}"
-        if self.budget_bytes is not None:
-            how = f"a budget of {size(self.budget_bytes)}, within {self.budget_gap:.1%} of the least time"
-        step = "" if self.step_s is None else f" of a step of {duration(self.step_s)}"
-        return [
-            f"Activation checkpointing on one device ({how})",
-            f"  kept for backward {size(self.kept_bytes):>12}"
-            f"   without AC {size(self.kept_without_ac_bytes):>12}",
-            f"  predicted peak    {size(self.peak_bytes):>12}"
-            f"   without AC {size(self.peak_without_ac_bytes):>12}",
-            f"  recomputation     {duration(self.recompute_s):>12}{step}",
-        ]
-
-    def _cells(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                row.module or "(root)",
-                str(row.layers),
-                size(row.saved_bytes),
-                size(row.recomputed_bytes),
-                "\n".join(f"{r.values} {r.action}: {r.reason} ({r.origin})" for r in row.reasons),
-            )
-            for row in self.rows
-        ]
-
-    def _remarks(self) -> list[str]:
-        asides = [
-            f"set aside: {a.reason}{f' ({a.source})' if a.source else ''}, on {len(a.values)} "
-            f"value{'s' if len(a.values) > 1 else ''} of {a.module or '(root)'} such as "
-            f"{a.values[0]}; decided by {a.decided_by}"
-            for a in self.set_aside
-        ]
-        return [*(f"note: {n}" for n in self.notes), *asides]
-
-
-_HEADINGS = ("module", "layers", "saved", "recomputed", "why")
-
-
-def build_report(recompute: Recompute, sharding: ShardingPlan | None = None) -> ACReport:
-    """Report on the outcome of the recompute part."""
+    results = recompute.local.results
     return make_report(
         recompute.facts,
         recompute.plan,
@@ -199,6 +54,9 @@ def build_report(recompute: Recompute, sharding: ShardingPlan | None = None) -> 
         peak_without_ac_bytes=recompute.profile_without_ac.peak_bytes,
         kept_bytes=recompute.profile.kept_bytes,
         kept_without_ac_bytes=recompute.profile_without_ac.kept_bytes,
+        device=device,
+        trained=frozenset(p.name for p in results if p is not None and p.kind == "gradient"),
+        names=names,
     )
 
 
@@ -211,6 +69,9 @@ def make_report(
     peak_without_ac_bytes: int,
     kept_bytes: int,
     kept_without_ac_bytes: int,
+    device: DeviceSpec | None = None,
+    trained: frozenset[str] = frozenset(),
+    names: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ACReport:
     """Report on a recompute plan from frozen values alone."""
     again = frozenset(i for i in backward_order(facts, plan.saved) if i in plan.decisions)
@@ -247,6 +108,7 @@ def make_report(
         peak_without_ac_bytes=peak_without_ac_bytes,
         recompute_s=sum(facts.values[i].time_s for i in sorted(again)),
         step_s=sharding.objective_s if sharding else None,
+        basis=Basis(facts, plan, sharding, device or find_device("cpu"), trained, names or {}),
     )
 
 
@@ -262,7 +124,7 @@ def _saved_value(facts: Facts, plan: RecomputePlan, index: int) -> SavedValue:
         value.dtype,
         sum(facts.storage_bytes[s] for s in value.storages),
         decision.origin.name.lower() if decision else "",
-        _without_numbers(decision.reason) if decision else "",
+        unnumbered(decision.reason) if decision else "",
     )
 
 
@@ -291,7 +153,7 @@ def _reasons(
     counts: dict[str, Counter[tuple[str, str, str]]] = defaultdict(Counter)
     for root, members in families.items():
         decision = plan.decisions[members[0]]
-        origin, reason = decision.origin.name.lower(), _without_numbers(decision.reason)
+        origin, reason = decision.origin.name.lower(), unnumbered(decision.reason)
         if not saved.isdisjoint(members):
             action = "save"
         elif not again.isdisjoint(members):
@@ -309,11 +171,6 @@ def _reasons(
         module: tuple(Reason(*key, n) for key, n in counter.most_common())
         for module, counter in counts.items()
     }
-
-
-def _without_numbers(reason: str) -> str:
-    """Equal layers lie in different stages: without its number the reason is one for all."""
-    return re.sub(r"\bstage \d+", "its stage", reason)
 
 
 def _folded(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
@@ -338,7 +195,7 @@ def _set_aside(facts: Facts, plan: RecomputePlan) -> tuple[SetAside, ...]:
         if value.follows is not None and value.follows in plan.decisions:
             if plan.decisions[value.follows].overridden == decision.overridden:
                 continue  # told of what it follows
-        by = f"{decision.origin.name.lower()}: {_without_numbers(decision.reason)}"
+        by = f"{decision.origin.name.lower()}: {unnumbered(decision.reason)}"
         for wish in decision.overridden:
             if wish.origin in (Origin.HINT, Origin.RULE):
                 key = (value.module, (wish.action, wish.reason, wish.source, by))
@@ -353,11 +210,3 @@ def _set_aside(facts: Facts, plan: RecomputePlan) -> tuple[SetAside, ...]:
         )
         for path, members in fold_paths(keys)
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return value

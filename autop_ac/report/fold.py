@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 
 _Group = tuple[tuple[str, ...], tuple[int, ...]]  # parts of a path, indices of rows
 
 
 def fold_paths(rows: Sequence[tuple[str, Hashable]]) -> list[tuple[str, tuple[int, ...]]]:
-    """Group rows whose paths differ in numbers only and whose keys are equal.
+    """Group rows whose paths are equal or differ in numbers only, and whose keys are equal.
 
     Numbers are folded one place of the path after the other, the deepest first, so that ``a.0.b.0``,
     ``a.0.b.1``, ``a.1.b.0``, ``a.1.b.1`` become ``a.0-1.b.0-1``; what is left over stays apart.
@@ -35,7 +36,7 @@ def _fold_at(place: int, groups: Sequence[_Group], keys: Sequence[Hashable]) -> 
     folded = []
     for (first, members), *others in alike.values():
         parts = first
-        if others:
+        if others and place < len(first) and first[place].isdecimal():
             numbers = [int(p[place]) for p, _ in ((first, members), *others)]
             parts = (*first[:place], ranges(numbers), *first[place + 1 :])
         folded.append((parts, (*members, *(i for _, m in others for i in m))))
@@ -51,3 +52,8 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([n])
     return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def unnumbered(reason: str) -> str:
+    """Equal layers lie in different stages: without its number the reason is one for all."""
+    return re.sub(r"\bstage \d+", "its stage", reason)

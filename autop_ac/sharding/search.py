@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,6 +41,7 @@ def search(
     reshard_after_forward: bool = True,
     time_limit_s: float = 60.0,
     gap: float = 0.001,
+    stage: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> ShardingPlan:
     """The plan with the least predicted seconds of one step that meets the constraints.
 
@@ -52,6 +55,7 @@ def search(
         reshard_after_forward: whether parameters are gathered a second time for backward.
         time_limit_s: of the solver.
         gap: relative distance to the best plan at which the solver may stop.
+        stage: is told what runs, by a context around it.
 
     Raises:
         ConfigError: a constraint does not fit the graph.
@@ -65,8 +69,10 @@ def search(
         )
     started = time.monotonic()
     settings = Settings(mesh, device, topology, reduce_dtype, reshard_after_forward)
-    built = build_problem(joint, constraints, settings)
-    found = optimise(built.problem, time_limit_s=time_limit_s, gap=gap)
+    with stage("options: what each operator can do"):
+        built = build_problem(joint, constraints, settings)
+    with stage("solve: which of it costs least"):
+        found = optimise(built.problem, time_limit_s=time_limit_s, gap=gap)
     if found is None:
         raise why_infeasible(joint, constraints, settings, time_limit_s)
     chosen, reached = found

@@ -142,7 +142,7 @@ def _of_case(case: Case) -> Iterator[dict[str, Any]]:
     ap, plan = planned(case)
     ap.configure_ac(stage_size=None)
     base = lowered(ap, plan)
-    curve = pareto_of(base, 0)
+    curve = pareto_of(base.facts, base.plan, 0)
     least, most = curve[0].peak_bytes, curve[-1].peak_bytes
     others = {
         "pytorch budget, dp": by_budgets(base, "dp"),

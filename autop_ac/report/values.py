@@ -1,0 +1,305 @@
+"""The report on a recompute plan, as a value: in text, HTML, JSON, pictures and answers to questions.
+
+Bytes are of one device. `build` makes it, and says how they are counted.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..graph.timeline import Timeline
+from ..recompute.pareto import ParetoPoint
+from ..recompute.pipeline import pareto_of
+from ..runtime.memory import MeasuredMemory
+from .basis import Basis
+from .beside import Comparison, beside
+from .estimate import Estimate, estimate
+from .explain import Explanation, explain
+from .page import page
+from .plots import memory_figure, pareto_figure
+from .text import duration, size, table_html, table_text, wrapped
+
+UNREAD = "unread"
+"""Action in a report of what is neither kept nor recomputed, because backward does not read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why values of a module are kept or not.
+
+    Attributes:
+        action: "save", "recompute" or "unread".
+        origin: who decided, ``"hint"``, ``"auto"``, ...
+        reason: in plain words.
+        values: how many values; views, getitems and waits count with what they belong to.
+    """
+
+    action: str
+    origin: str
+    reason: str
+    values: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """One module path, or several equal layers folded into one.
+
+    Attributes:
+        module: path, with folded numbers as ``layers.0-3``; ``""`` at the root.
+        layers: how many equal modules the row stands for.
+        saved_bytes, recomputed_bytes: of one of them.
+        reasons: of one of them, most values first.
+    """
+
+    module: str
+    layers: int
+    saved_bytes: int
+    recomputed_bytes: int
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """A hint or rule that a higher one overrode.
+
+    Attributes:
+        asked: "save" or "recompute".  reason, source: whose wish it was, and where it is written.
+        module: where, equal layers folded.
+        values: names of the values it was set aside for.
+        decided_by: the origin and reason that prevailed.
+    """
+
+    asked: str
+    reason: str
+    source: str
+    module: str
+    values: tuple[str, ...]
+    decided_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValue:
+    """One value that is kept from forward to backward, and why.
+
+    Attributes:
+        name, op: of the local graph's node.  module, source: the user's module path, file and line.
+        shape, dtype: local.  bytes: of the storages it holds, on one device.
+        origin, reason: who decided, in plain words.
+    """
+
+    name: str
+    op: str
+    module: str
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    origin: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ACReport:
+    """What is kept and recomputed, why, and what it costs; all bytes are of one device.
+
+    `str` gives it as text, ``_repr_html_`` to a notebook.
+
+    Attributes:
+        rows: by module path, in order of execution.
+        set_aside: hints and rules that were overridden.
+        notes: warnings and remarks.
+        saved: the values kept from forward to backward, in order of execution.
+        stage_bytes: the stage size used, None without stages.
+        budget_bytes, budget_gap: the memory budget, and how far recompute time can be above the least
+            within it, as a fraction; None without a budget.
+        kept_bytes, kept_without_ac_bytes: bytes of saved activations at the end of forward.
+        peak_bytes, peak_without_ac_bytes: predicted peak of live bytes.
+        recompute_s: predicted seconds of recomputation in one step.
+        step_s: predicted seconds of one step by the sharding search, None without a sharding plan.
+    """
+
+    rows: tuple[ModuleRow, ...]
+    set_aside: tuple[SetAside, ...]
+    notes: tuple[str, ...]
+    saved: tuple[SavedValue, ...]
+    stage_bytes: int | None
+    budget_bytes: int | None
+    budget_gap: float | None
+    kept_bytes: int
+    kept_without_ac_bytes: int
+    peak_bytes: int
+    peak_without_ac_bytes: int
+    recompute_s: float
+    step_s: float | None
+    basis: Basis = field(repr=False, compare=False)
+    """The frozen values that all this was made from."""
+
+    def estimate(self, optimizer: str | None = None) -> Estimate:
+        """Who holds the predicted peak, where the seconds of a step go, and whether it fits.
+
+        Args:
+            optimizer: counts the state of this one, ``"adamw"`` and others as in `ACConfig`; None for
+                the state that the settings name.
+
+        Raises:
+            ConfigError: no optimizer of that name is known.
+        """
+        return estimate(self.basis, optimizer)
+
+    def explain(self, asked: str) -> Explanation:
+        """What is saved and recomputed of a module, a tensor or a parameter, why, and what it costs.
+
+        Args:
+            asked: a module path or a glob of some (``"layers.3.attention"``, ``"layers.*.mlp"``), a
+                tensor's name in the graph or by `checkpoint_name`, or a parameter's name.
+
+        Raises:
+            UsageError: nothing is called so; the nearest names are told.
+        """
+        return explain(self.basis, asked)
+
+    def timeline(self, optimizer: str | None = None) -> Timeline:
+        """Who holds memory at every step of forward and backward."""
+        return self.basis.timeline(optimizer)
+
+    def pareto(self, depth: int = 4) -> tuple[ParetoPoint, ...]:
+        """The curve of predicted peak against recompute time; see `AutoParallel.pareto`."""
+        return pareto_of(self.basis.facts, self.basis.plan, depth)
+
+    def beside(self, measured: MeasuredMemory) -> Comparison:
+        """What was predicted next to what `measure_memory` measured around a training step."""
+        return beside(self.basis, measured)
+
+    def plot_memory(self, measured: MeasuredMemory | None = None) -> Any:
+        """Live bytes over forward and backward as a matplotlib figure (extra ``viz``).
+
+        Args:
+            measured: draws this next to the prediction.
+        """
+        return memory_figure(self.basis, measured)
+
+    def plot_pareto(self, points: Sequence[ParetoPoint] | None = None) -> Any:
+        """The curve of peak against recompute time as a matplotlib figure (extra ``viz``).
+
+        Args:
+            points: of `pareto`; None works them out, which takes a while on a large graph.
+        """
+        points = self.pareto() if points is None else points
+        return pareto_figure(points, self.peak_bytes, self.recompute_s)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report in plain values that JSON can hold, the estimate and the live bytes included."""
+        plain: dict[str, Any] = {
+            f.name: _plain(_as_plain(getattr(self, f.name)))
+            for f in fields(self)
+            if f.name != "basis"
+        }
+        line = self.timeline()
+        live = {"forward_steps": line.forward_steps, "live_bytes": list(line.live)}
+        return {**plain, "estimate": self.estimate().to_dict(), "timeline": live}
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        measured: MeasuredMemory | None = None,
+        pareto: Sequence[ParetoPoint] | None = None,
+    ) -> Path:
+        """Write the report: ``.html`` is one page with pictures, without network; ``.json``, ``.txt``.
+
+        Args:
+            path: where; its ending chooses the form.
+            measured: of the page, drawn next to the prediction.
+            pareto: of the page, points of `pareto`; None works out a coarse curve, ``()`` leaves it out.
+
+        Returns:
+            The path.
+
+        Raises:
+            ConfigError: another ending.
+        """
+        path = Path(path)
+        if path.suffix in (".html", ".htm"):
+            points = self.pareto(depth=1) if pareto is None else pareto
+            text = page(self, points, measured)
+        elif path.suffix == ".json":
+            text = self.to_json()
+        elif path.suffix == ".txt":
+            text = f"{self}\n\n{self.estimate()}\n"
+        else:
+            raise ConfigError(
+                f"save({str(path)!r}): the ending says the form; give .html, .json or .txt"
+            )
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def __str__(self) -> str:
+        table = table_text(_HEADINGS, self._cells(), right=(1, 2, 3))
+        return "\n".join((*self._summary(), table, *map(wrapped, self._remarks())))
+
+    def _repr_html_(self) -> str:
+        summary = "<br>".join(map(html.escape, self._summary()))
+        remarks = "".join(f"<p>{html.escape(line)}</p>" for line in self._remarks())
+        return f"<p>{summary}</p>{table_html(_HEADINGS, self._cells())}{remarks}"
+
+    def _summary(self) -> list[str]:
+        how = "no stages" if self.stage_bytes is None else f"stages of {size(self.stage_bytes)}"
+        if self.budget_bytes is not None:
+            how = f"a budget of {size(self.budget_bytes)}, within {self.budget_gap:.1%} of the least time"
+        step = "" if self.step_s is None else f" of a step of {duration(self.step_s)}"
+        return [
+            f"Activation checkpointing on one device ({how})",
+            f"  kept for backward {size(self.kept_bytes):>12}"
+            f"   without AC {size(self.kept_without_ac_bytes):>12}",
+            f"  predicted peak    {size(self.peak_bytes):>12}"
+            f"   without AC {size(self.peak_without_ac_bytes):>12}",
+            f"  recomputation     {duration(self.recompute_s):>12}{step}",
+        ]
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                row.module or "(root)",
+                str(row.layers),
+                size(row.saved_bytes),
+                size(row.recomputed_bytes),
+                "\n".join(f"{r.values} {r.action}: {r.reason} ({r.origin})" for r in row.reasons),
+            )
+            for row in self.rows
+        ]
+
+    def _remarks(self) -> list[str]:
+        asides = [
+            f"set aside: {a.reason}{f' ({a.source})' if a.source else ''}, on {len(a.values)} "
+            f"value{'s' if len(a.values) > 1 else ''} of {a.module or '(root)'} such as "
+            f"{a.values[0]}; decided by {a.decided_by}"
+            for a in self.set_aside
+        ]
+        return [*(f"note: {n}" for n in self.notes), *asides]
+
+
+_HEADINGS = ("module", "layers", "saved", "recomputed", "why")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [asdict(v) if hasattr(v, "__dataclass_fields__") else v for v in value]
+    return value

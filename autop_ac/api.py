@@ -22,7 +22,7 @@ from .build import Settings
 from .capture.fingerprint import fingerprint
 from .capture.joint import JointGraph
 from .capture.trace import Request, capture, request
-from .config import OPTIMIZER_COPIES, ACConfig, CompileConfig, ac_config, parse_bytes
+from .config import OPTIMIZER_COPIES, ACConfig, CommConfig, CompileConfig, ac_config, parse_bytes
 from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, Topology, described_gpu, find_device
 from .progress import progress
@@ -101,6 +101,7 @@ class AutoParallel:
         self._loss_fn = loss_fn
         self._ac = ACConfig()
         self._compile = CompileConfig()
+        self._comm = CommConfig()
         self._device: DeviceSpec | None = None  # the one at hand
         self._topology: Topology | None = None
         self._stage = progress()
@@ -124,6 +125,25 @@ class AutoParallel:
     def configure_compile(self, backend: Literal["eager", "inductor"] = "inductor") -> Self:
         """Run the graphs compiled by Inductor (the default), or node by node ("eager")."""
         self._compile = CompileConfig(backend=backend)
+        return self._changed()
+
+    def configure_comm(
+        self,
+        *,
+        all_gather_bucket: str | int | None = "1 MiB",
+        reduce_scatter_bucket: str | int | None = "1 MiB",
+        prefetch: bool = False,
+    ) -> Self:
+        """Set how parameters are gathered and their gradients scattered.
+
+        Args:
+            all_gather_bucket: parameters of one block are gathered together while they sum to at most
+                this many bytes; a larger one is gathered alone, and so is each where None.
+            reduce_scatter_bucket: the same for the reduce-scatters of gradients.
+            prefetch: start gathers ahead of their use, with at most `all_gather_bucket` bytes on their
+                way, and wait for reduce-scatters later.
+        """
+        self._comm = CommConfig(all_gather_bucket, reduce_scatter_bucket, prefetch)
         return self._changed()
 
     def configure_device(
@@ -297,7 +317,7 @@ class AutoParallel:
             device = find_device("cpu") if self._mesh.device_type == "cpu" else _this_gpu()
         return Settings(
             self._mesh, self._ac, self._compile, device, topology,
-            self._mp_policy, self._reshard, outputs, self._stage,
+            self._mp_policy, self._reshard, outputs, self._stage, self._comm,
         )  # fmt: skip
 
     def _planned(self, call: str, plan: ShardingPlan) -> JointGraph:

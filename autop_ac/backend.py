@@ -23,6 +23,7 @@ from .lowering.hooks import run_user_passes, user_passes_done
 from .recompute.hints import resolve_hints
 from .recompute.pipeline import plan_recompute
 from .report.build import ACReport, build_report
+from .runtime.opaque import is_compiled_already
 from .sharding.apply import apply_plan, unsharded
 
 log = logging.getLogger("autop_ac")
@@ -60,6 +61,8 @@ class ACBackend(ReadsHints):
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Lowered:
         """Compile one graph of Dynamo's; PyTorch calls this."""
+        if is_compiled_already(gm):
+            return gm.forward
         if not _has_backward(gm):
             if self.compile.backend == "eager":
                 return gm.forward

@@ -155,10 +155,12 @@ _KINDS: Mapping[str, Collective] = {
 
 def _collective_time_s(node: torch.fx.Node, links: Mapping[str, Link]) -> float:
     name = str(node.target).removeprefix("_c10d_functional.").removesuffix(".default")
+    name = name.removesuffix("_coalesced")
     note = (node.meta.get("custom") or {}).get("autop_ac") or {}
     link = links.get(note.get("axis", ""))
     if name not in _KINDS or link is None:
         return 0.0
-    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-    moved = max((tensor_bytes(v) for v in values if _is_tensor(v)), default=0)
+    read = [n.meta.get("val") for n in node.all_input_nodes]
+    sides = (pytree.tree_leaves(node.meta.get("val")), pytree.tree_leaves(read))
+    moved = max(sum(tensor_bytes(v) for v in side if _is_tensor(v)) for side in sides)
     return collective_time_s(_KINDS[name], moved, link.size, link.bandwidth, link.latency_s)

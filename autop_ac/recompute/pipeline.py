@@ -62,12 +62,14 @@ def plan_recompute(
     links: Mapping[str, Link],
     reshard_after_forward: bool,
     agree: Callable[[Callable[[], Any]], Any] = lambda decide: decide(),
+    prefetch_bytes: int | None = None,
 ) -> Recompute:
     """Decide, write the tags on `local`, and predict; the plan is frozen from here on.
 
     Args:
         device: for predicted times and the budget "device".  links: by mesh axis, none on one device.
         agree: gives what its argument gives on the first rank.
+        prefetch_bytes: bytes of parameters that may be gathered ahead of their use, None for none.
     """
     facts = collect_facts(
         local.module,
@@ -77,7 +79,9 @@ def plan_recompute(
         lambda node: fx_node_time_s(node, device, links),
     )
     trained = {p.name for p in local.results if p is not None and p.kind == "gradient"}
-    facts = _with_optimizer(facts, config.optimizer, trained)
+    facts = replace(
+        _with_optimizer(facts, config.optimizer, trained), prefetch_bytes=prefetch_bytes
+    )
     contract = parameter_chains(facts)
     names = (
         frozenset(facts.values[i].name for i in contract) if reshard_after_forward else frozenset()
@@ -194,7 +198,7 @@ def _automatic(
 
     if config.budget is not None:
         limit = _budget_bytes(facts, config.budget, settle, device)
-        auto, result = budget_wishes(facts, limit, fixed, preferred)
+        auto, result = budget_wishes(_with_room(facts), limit, fixed, preferred)
         return replace(
             nothing,
             auto=auto,
@@ -215,7 +219,7 @@ def _automatic(
 
     size = config.stage_bytes
     if size is None:
-        evaluate = _evaluator(facts, fixed, preferred)
+        evaluate = _evaluator(_with_room(facts), fixed, preferred)
 
         def peak_bytes(stage_bytes: int | None) -> int:
             if stage_bytes is not None:
@@ -252,7 +256,13 @@ def pareto_of(facts: Facts, plan: RecomputePlan, depth: int = 4) -> tuple[Pareto
         depth: how often each part of the curve is halved.
     """
     fixed = {i: d.action for i, d in plan.decisions.items() if d.origin < Origin.AUTO}
-    return pareto(facts, fixed, depth=depth)
+    return pareto(_with_room(facts), fixed, depth=depth)
+
+
+def _with_room(facts: Facts) -> Facts:
+    """What is gathered ahead counted as held throughout: the search knows no order but its own."""
+    ahead = facts.prefetch_bytes or 0
+    return replace(facts, parameter_bytes=facts.parameter_bytes + ahead, prefetch_bytes=None)
 
 
 def _with_optimizer(facts: Facts, optimizer: str | None, trained: Collection[str]) -> Facts:

@@ -21,7 +21,7 @@ from .policies import ATTENTION, COLLECTIVES, MATMUL, Rule, every
 from .report.estimate import Estimate
 from .report.explain import Explanation
 from .report.values import ACReport
-from .runtime.launch import fake_mesh, launch
+from .runtime.launch import WorkerError, fake_mesh, launch
 from .runtime.memory import measure_memory
 from .sharding.plan import ShardingPlan
 
@@ -53,6 +53,7 @@ __all__ = [
     "SolverError",
     "Topology",
     "UsageError",
+    "WorkerError",
     "ac_region",
     "auto_parallel",
     "checkpoint_name",

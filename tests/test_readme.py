@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import torch
+
 import autop_ac
 
 ROOT = Path(__file__).parent.parent
@@ -56,3 +58,39 @@ def test_settings_of_the_table_are_those_of_the_library():
     rows = "".join(row.split(" | ")[0] for row in table.splitlines() if row.startswith("| `"))
     named = set(re.findall(r"`(\w+)=", rows))
     assert named == set(autop_ac.ACConfig().to_dict())
+
+
+class Model(torch.nn.Module):
+    """What a reader of README has, with paths as they are named there."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = torch.nn.Sequential(
+                torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16)
+            )
+
+        def forward(self, x):
+            return x + self.mlp(x)
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = torch.nn.Embedding(128, 16)
+        self.layers = torch.nn.ModuleList(self.Layer() for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_the_lines_that_ask_whether_it_fits_run_and_a_rule_changes_the_answer(capsys):
+    code = README.split("Will it fit?")[1].split("```python\n")[1].split("```")[0]
+    names = {**vars(autop_ac), "torch": torch, "Model": Model}
+    exec(code, names)
+    before, after = capsys.readouterr().out.split(
+        "Estimate on each of 8 devices (H100, 80.00 GiB)"
+    )[1:]
+    assert "fits" in before and "optimizer state" in before
+    assert "recomputation 0.00 us" in before and "recomputation 0.00 us" not in after

@@ -8,6 +8,7 @@
 # is tested below it.
 
 # %%
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -210,6 +211,12 @@ by_rules = with_rules(
 assert [v.module for v in by_rules.saved if v.op == "aten.mm.default"] == products
 assert by_rules.kept_bytes < plain.kept_bytes
 
+# forced recomputation of some: a rule before the others
+forced = with_rules("layers.*.up::aten.mm=recompute", "layers.*::aten.mm=save")
+assert [v.module.split(".")[2] for v in forced.saved if v.op == "aten.mm.default"] != []
+assert not any(v.module.endswith(".up") for v in forced.saved)
+assert any(v.module.endswith(".up") for v in plain.saved)
+
 # every second layer: a glob of those with an odd number
 by_layer = with_rules("layers.*[13579]::aten.add.Tensor/2=save", "layers.*[13579]=recompute")
 assert [v.op for v in by_layer.saved if v.module.startswith("layers.1")] == ["aten.add.Tensor"]
@@ -251,13 +258,30 @@ assert any("set configure_ac(memory_budget=...) instead" in str(w.message) for w
 # | `AutoParallel(..., enable_ac=False)` | `.configure_ac(enable=False)` |
 # | `AutoParallel(..., ac_stage_size_in_GiB=2.0)` | `.configure_ac(stage_size="2 GiB")` |
 # | `autoparallel_backend(enable_ac=, ac_stage_size_in_GiB=)` | the same, or `backend(...)` with all settings |
-# | `autoparallel_backend(overlap_scheduling=)` | accepted; collectives are ordered where the module is made |
+# | `autoparallel_backend(overlap_scheduling=True)` | accepted; `.configure_comm(prefetch=True)` is what does it |
 # | `torch._functorch.config.joint_custom_pass` for AC | not needed: no global setting takes part |
 # | meta device alone | real weights too, which are sharded in |
 #
-# And what is not there: several mesh axes in pipeline stages (`AutoParallelPP`), and `dynamic=True`.
+# And what is not there: pipeline stages (`AutoParallelPP`), and `dynamic=True`.
 
 # %%
+ORDER: dict[Callable[..., Any], list[str]] = {
+    AutoParallel: ["model", "input_fn", "mesh", "mp_policy"],
+    AutoParallel.add_input_constraints: ["self", "placements"],
+    AutoParallel.add_output_constraints: ["self", "placements"],
+    AutoParallel.add_parameter_memory_constraint: ["self", "low", "high"],
+    AutoParallel.optimize_placement: ["self", "verbose"],
+    AutoParallel.apply_placement: ["self", "plan"],
+    auto_parallel: ["model", "mesh", "sample_inputs", "out_shardings"],
+}
+for call, names in ORDER.items():
+    assert list(inspect.signature(call).parameters)[: len(names)] == names
+in_one_call = inspect.signature(auto_parallel).parameters.keys()
+assert {"mp_policy", "parameter_memory_budget", "dynamic"} <= in_one_call
+assert "ac" in in_one_call  # and an ACConfig
+of_backend = inspect.signature(autoparallel_backend).parameters.keys()
+assert of_backend == {"enable_ac", "ac_stage_size_in_GiB", "overlap_scheduling"}
+
 COMPILERS = {True: "inductor", False: "eager"}
 STAGE_SIZES = {"auto": "auto", None: "auto", 2.0: "2 GiB", 0.5: "512 MiB"}
 for there, here in STAGE_SIZES.items():
@@ -281,6 +305,9 @@ with AutoParallel(model, batch, mesh, None).configure_compile(COMPILERS[False]) 
 parallel_mod.to_empty(device="cpu")
 torch.manual_seed(0)
 parallel_mod.init_weights()
+parallel_mod = torch.compile(
+    parallel_mod, backend=autoparallel_backend()
+)  # it stays as it was made
 x = batch()
 loss = parallel_mod(x).square().mean()
 loss.backward()
@@ -294,9 +321,3 @@ print(f"loss {loss.item():.6f}, on one device {expected.item():.6f}")
 torch.testing.assert_close(loss, expected)
 for ours, theirs in zip(parallel_mod.parameters(), single.parameters(), strict=True):
     torch.testing.assert_close(ours.grad.to_local(), theirs.grad)
-
-# %% [markdown]
-# `auto_parallel` is the same in one call, and takes `ac=`.
-
-# %%
-assert callable(auto_parallel)

@@ -93,4 +93,4 @@ def test_the_lines_that_ask_whether_it_fits_run_and_a_rule_changes_the_answer(ca
         "Estimate on each of 8 devices (H100, 80.00 GiB)"
     )[1:]
     assert "fits" in before and "optimizer state" in before
-    assert "recomputation 0.00 us" in before and "recomputation 0.00 us" not in after
+    assert before != after

@@ -79,7 +79,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def parallel_model() -> torch.nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     ap = AutoParallel(make_model(), lambda: batch(0), mesh, loss_fn=F.cross_entropy)
-    with ap.configure_compile("eager"):
+    with ap.configure_compile("eager").configure_progress(False):
         ap.add_input_constraints([(Shard(0),), (Shard(0),)])
         ap.add_parameter_memory_constraint(0.0, 1 / mesh.size())
         return ap.apply_placement(ap.optimize_placement())

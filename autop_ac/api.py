@@ -486,16 +486,19 @@ class NodeConstraints:
         """Fix the placement of what a node gives.
 
         Args:
-            node: an FX node of the captured graph, or its name.
+            node: an FX node of the captured graph, its name, or a parameter's name.
             placement: one placement per mesh axis.
         """
         owner = self._owner
         joint = owner._open_joint("add_node_constraint")
         name = node if isinstance(node, str) else node.name
         known = {n.name for n in joint.module.graph.nodes}
+        known |= {p.name for p in joint.placeholders.values() if p.kind == "parameter"}
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(f"no node {name!r} in the captured graph; nearest: {nearest}")
+            raise ConfigError(
+                f"no node or parameter {name!r} in the captured graph; nearest: {nearest}"
+            )
         given = (placement,) if isinstance(placement, Placement) else tuple(placement)
         if len(given) != owner._mesh.ndim or not all(isinstance(p, Placement) for p in given):
             raise ConfigError(

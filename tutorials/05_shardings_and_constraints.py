@@ -149,6 +149,11 @@ with opened() as ap:
 assert all(outside.parameters[f"{i}.up.weight"] == (R, S0) for i in range(LAYERS))
 assert abs(outside.objective_s - tensor.objective_s) <= 0.01 * tensor.objective_s
 
+with opened() as ap:
+    ap.sharding_optimizer.add_node_constraint("0.down.weight", (S1, R))
+    one = ap.optimize_placement()
+assert one.parameters["0.down.weight"] == (S1, R)
+
 # %% [markdown]
 # ## Why
 #

@@ -71,8 +71,8 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 # %% [markdown]
 # ## Parallel
 #
-# Every rank runs the same script on the same model, inputs of the same shapes and the same settings; that they
-# agree is checked. Rank 0 alone searches. With `loss_fn` the loss is that of the whole batch.
+# Every rank runs the same script on the same model, with inputs of the same shapes and the same settings. With
+# `loss_fn` the loss is that of the whole batch.
 
 
 # %%

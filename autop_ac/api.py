@@ -499,12 +499,7 @@ class NodeConstraints:
             raise ConfigError(
                 f"no node or parameter {name!r} in the captured graph; nearest: {nearest}"
             )
-        given = (placement,) if isinstance(placement, Placement) else tuple(placement)
-        if len(given) != owner._mesh.ndim or not all(isinstance(p, Placement) for p in given):
-            raise ConfigError(
-                f"node constraint {placement!r}: the mesh has {owner._mesh.ndim} axes, give one "
-                "placement for each"
-            )
+        given = self._per_axis("node", placement)
         nodes = {**owner._constraints.nodes, name: given}
         owner._constrain("add_node_constraint", nodes=nodes)
 
@@ -516,14 +511,18 @@ class NodeConstraints:
             placement: one placement per mesh axis.
         """
         owner = self._owner
-        given = (placement,) if isinstance(placement, Placement) else tuple(placement)
-        if len(given) != owner._mesh.ndim or not all(isinstance(p, Placement) for p in given):
-            raise ConfigError(
-                f"module constraint {placement!r}: the mesh has {owner._mesh.ndim} axes, give one "
-                "placement for each"
-            )
+        given = self._per_axis("module", placement)
         held = {**owner._constraints.modules, modules: given}
         owner._constrain("add_module_constraint", modules=held)
+
+    def _per_axis(self, kind: str, placement: Sequence[Placement]) -> tuple[Placement, ...]:
+        axes = self._owner._mesh.ndim
+        given = (placement,) if isinstance(placement, Placement) else tuple(placement)
+        if len(given) != axes or not all(isinstance(p, Placement) for p in given):
+            raise ConfigError(
+                f"{kind} constraint {placement!r}: the mesh has {axes} axes, give one placement for each"
+            )
+        return given
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

@@ -72,7 +72,7 @@ STAGES = {
     "capture, joint": (autop_ac.capture.trace.private, "aot_export_joint_with_descriptors"),
     "capture, after": (autop_ac.capture.trace, "_describe"),
     "hints": (autop_ac.api, "resolve_hints"),
-    "search": (autop_ac.build, "search"),
+    "search": (autop_ac.build, "search_with"),
     "shard pass": (autop_ac.sharding.apply.private, "redistribute_local_tensor"),
     "recompute": (autop_ac.recompute.default.private, "min_cut_rematerialization_partition"),
     "tags": (autop_ac.recompute.pipeline, "write_tags"),

@@ -136,6 +136,9 @@ def explain(basis: Basis, asked: str) -> Explanation:
     }
     if about == "module":  # items of a tuple that are kept stand for it
         indices = [i for i in indices if i in saved or facts.values[i].follows is None]
+    elif about != "parameter":  # what a view views holds the bytes, and is what is kept
+        roots = {root_of(facts, i) for i in indices if i not in saved}
+        indices = sorted({*indices, *(r for r in roots if r in saved or r in again)})
     values = [_explained(basis, i, saved, again) for i in indices]
     kept = {s for i in indices if i in saved for s in facts.values[i].storages}
     rerun = [facts.values[i] for i in indices if i in again]

@@ -2,7 +2,7 @@
 
 from .annotate import ac_region, checkpoint_name, with_sharding_constraint
 from .api import AutoParallel, auto_parallel
-from .backend import ACBackend, backend
+from .backend import ACBackend, autoparallel_backend, backend
 from .capture.calling import ForwardInputs
 from .config import ACConfig
 from .errors import (
@@ -21,7 +21,7 @@ from .policies import ATTENTION, COLLECTIVES, MATMUL, Rule, every
 from .report.estimate import Estimate
 from .report.explain import Explanation
 from .report.values import ACReport
-from .runtime.launch import fake_mesh, launch
+from .runtime.launch import WorkerError, fake_mesh, launch
 from .runtime.memory import measure_memory
 from .sharding.plan import ShardingPlan
 
@@ -29,6 +29,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "ACBackend",
+    "autoparallel_backend",
     "backend",
     "ATTENTION",
     "COLLECTIVES",
@@ -52,6 +53,7 @@ __all__ = [
     "SolverError",
     "Topology",
     "UsageError",
+    "WorkerError",
     "ac_region",
     "auto_parallel",
     "checkpoint_name",

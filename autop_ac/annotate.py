@@ -59,6 +59,12 @@ class ReadsHints:
         self.entries: Iterator[int] = itertools.count(1)
 
 
+@private.constant_while_tracing
+def compiled_by_ours() -> bool:
+    """Whether Dynamo traces for a backend of ours now; a constant of the trace."""
+    return isinstance(private.compiling_backend(), ReadsHints)
+
+
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
     """While open, regions that Dynamo traces in this thread leave their annotation."""

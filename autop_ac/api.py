@@ -8,6 +8,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -21,7 +22,7 @@ from .build import Settings
 from .capture.fingerprint import fingerprint
 from .capture.joint import JointGraph
 from .capture.trace import Request, capture, request
-from .config import OPTIMIZER_COPIES, ACConfig, CompileConfig, ac_config, parse_bytes
+from .config import OPTIMIZER_COPIES, ACConfig, CommConfig, CompileConfig, ac_config, parse_bytes
 from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, Topology, described_gpu, find_device
 from .progress import progress
@@ -100,6 +101,7 @@ class AutoParallel:
         self._loss_fn = loss_fn
         self._ac = ACConfig()
         self._compile = CompileConfig()
+        self._comm = CommConfig()
         self._device: DeviceSpec | None = None  # the one at hand
         self._topology: Topology | None = None
         self._stage = progress()
@@ -109,7 +111,7 @@ class AutoParallel:
         self._joint: JointGraph | None = None
         self._hints: ResolvedHints | None = None
         self._plan: ShardingPlan | None = None
-        self._report: ACReport | None = None
+        self._report: Callable[[], ACReport] | None = None
         self._applied = False  # whether that report is of a module that was made
         self.sharding_optimizer = NodeConstraints(self)
 
@@ -123,6 +125,25 @@ class AutoParallel:
     def configure_compile(self, backend: Literal["eager", "inductor"] = "inductor") -> Self:
         """Run the graphs compiled by Inductor (the default), or node by node ("eager")."""
         self._compile = CompileConfig(backend=backend)
+        return self._changed()
+
+    def configure_comm(
+        self,
+        *,
+        all_gather_bucket: str | int | None = "1 MiB",
+        reduce_scatter_bucket: str | int | None = "1 MiB",
+        prefetch: bool = False,
+    ) -> Self:
+        """Set how parameters are gathered and their gradients scattered.
+
+        Args:
+            all_gather_bucket: parameters of one block are gathered together while they sum to at most
+                this many bytes; a larger one is gathered alone, and so is each where None.
+            reduce_scatter_bucket: the same for the reduce-scatters of gradients.
+            prefetch: start gathers ahead of their use, with at most `all_gather_bucket` bytes on their
+                way, and wait for reduce-scatters later.
+        """
+        self._comm = CommConfig(all_gather_bucket, reduce_scatter_bucket, prefetch)
         return self._changed()
 
     def configure_device(
@@ -299,7 +320,7 @@ class AutoParallel:
             device = find_device("cpu") if self._mesh.device_type == "cpu" else _this_gpu()
         return Settings(
             self._mesh, self._ac, self._compile, device, topology,
-            self._mp_policy, self._reshard, outputs, self._stage,
+            self._mp_policy, self._reshard, outputs, self._stage, self._comm,
         )  # fmt: skip
 
     def _planned(self, call: str, plan: ShardingPlan) -> JointGraph:
@@ -334,14 +355,16 @@ class AutoParallel:
             raise UsageError(f"the plan is for mesh {plan.mesh_shape}, not {self._mesh.shape}")
         return joint
 
-    def _reported(self, recompute: Recompute, plan: ShardingPlan) -> ACReport:
+    def _reported(self, recompute: Recompute, plan: ShardingPlan) -> Callable[[], ACReport]:
+        """The report, made when it is asked for."""
         assert self._hints is not None
         names: dict[str, tuple[str, ...]] = {}
         for entry in self._hints.catalog:
             for name in entry.names:
                 names[name] = (*names.get(name, ()), entry.name)
-        report = build_report(recompute, plan, device=self._settings().device, names=names)
-        artifact("report", report.to_json, "json")
+        device = self._settings().device
+        report = cache(lambda: build_report(recompute, plan, device=device, names=names))
+        artifact("report", lambda: report().to_json(), "json")
         return report
 
     def apply_placement(self, plan: ShardingPlan, *, outputs: Outputs = "local") -> torch.nn.Module:
@@ -410,7 +433,7 @@ class AutoParallel:
         assert self._hints is not None
         recompute = self._settings().recompute(joint, self._hints, plan)
         self._plan, self._report, self._applied = plan, self._reported(recompute, plan), False
-        return self._report
+        return self._report()
 
     @property
     def ac_report(self) -> ACReport:
@@ -419,7 +442,7 @@ class AutoParallel:
         Of the plan that was applied, or previewed, last; after `optimize_placement` alone, its `preview`.
         """
         if self._report is not None:
-            return self._report
+            return self._report()
         if self._plan is None:
             raise UsageError(
                 "there is no report yet: call apply_placement first, or optimize_placement for a "
@@ -475,22 +498,20 @@ class NodeConstraints:
         """Fix the placement of what a node gives.
 
         Args:
-            node: an FX node of the captured graph, or its name.
+            node: an FX node of the captured graph, its name, or a parameter's name.
             placement: one placement per mesh axis.
         """
         owner = self._owner
         joint = owner._open_joint("add_node_constraint")
         name = node if isinstance(node, str) else node.name
         known = {n.name for n in joint.module.graph.nodes}
+        known |= {p.name for p in joint.placeholders.values() if p.kind == "parameter"}
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(f"no node {name!r} in the captured graph; nearest: {nearest}")
-        given = (placement,) if isinstance(placement, Placement) else tuple(placement)
-        if len(given) != owner._mesh.ndim or not all(isinstance(p, Placement) for p in given):
             raise ConfigError(
-                f"node constraint {placement!r}: the mesh has {owner._mesh.ndim} axes, give one "
-                "placement for each"
+                f"no node or parameter {name!r} in the captured graph; nearest: {nearest}"
             )
+        given = self._per_axis("node", placement)
         nodes = {**owner._constraints.nodes, name: given}
         owner._constrain("add_node_constraint", nodes=nodes)
 
@@ -502,14 +523,18 @@ class NodeConstraints:
             placement: one placement per mesh axis.
         """
         owner = self._owner
-        given = (placement,) if isinstance(placement, Placement) else tuple(placement)
-        if len(given) != owner._mesh.ndim or not all(isinstance(p, Placement) for p in given):
-            raise ConfigError(
-                f"module constraint {placement!r}: the mesh has {owner._mesh.ndim} axes, give one "
-                "placement for each"
-            )
+        given = self._per_axis("module", placement)
         held = {**owner._constraints.modules, modules: given}
         owner._constrain("add_module_constraint", modules=held)
+
+    def _per_axis(self, kind: str, placement: Sequence[Placement]) -> tuple[Placement, ...]:
+        axes = self._owner._mesh.ndim
+        given = (placement,) if isinstance(placement, Placement) else tuple(placement)
+        if len(given) != axes or not all(isinstance(p, Placement) for p in given):
+            raise ConfigError(
+                f"{kind} constraint {placement!r}: the mesh has {axes} axes, give one placement for each"
+            )
+        return given
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

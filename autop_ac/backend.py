@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from decimal import Decimal
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -15,13 +17,14 @@ from .annotate import ReadsHints
 from .capture.joint import Port
 from .capture.trace import differentiate
 from .config import ACConfig, CompileConfig, ac_config
-from .errors import UsageError
+from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, described_gpu, find_device
 from .lowering.compile import compile_local, decompositions, partition_by
 from .lowering.hooks import run_user_passes, user_passes_done
 from .recompute.hints import resolve_hints
 from .recompute.pipeline import plan_recompute
 from .report.build import ACReport, build_report
+from .runtime.opaque import is_compiled_already
 from .sharding.apply import apply_plan, unsharded
 
 log = logging.getLogger("autop_ac")
@@ -30,18 +33,19 @@ Lowered = Callable[..., Any]
 
 
 class ACBackend(ReadsHints):
-    """What `backend` gives: hand it to ``torch.compile(model, backend=...)``.
-
-    Attributes:
-        reports: one for each graph that was compiled with a backward, in order.
-    """
+    """What `backend` gives: hand it to ``torch.compile(model, backend=...)``."""
 
     def __init__(self, ac: ACConfig, compile: CompileConfig, device: DeviceSpec | None) -> None:
         super().__init__()
         self.ac = ac
         self.compile = compile
         self.device = device
-        self.reports: list[ACReport] = []
+        self._reports: list[Callable[[], ACReport]] = []
+
+    @property
+    def reports(self) -> tuple[ACReport, ...]:
+        """One for each graph that was compiled with a backward, in order."""
+        return tuple(made() for made in self._reports)
 
     @property
     def ac_report(self) -> ACReport:
@@ -50,14 +54,16 @@ class ACBackend(ReadsHints):
         Raises:
             UsageError: none was compiled with a backward yet.
         """
-        if not self.reports:
+        if not self._reports:
             raise UsageError(
                 "there is no report yet: call the compiled model on inputs, with gradients enabled"
             )
-        return self.reports[-1]
+        return self._reports[-1]()
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Lowered:
         """Compile one graph of Dynamo's; PyTorch calls this."""
+        if is_compiled_already(gm):
+            return gm.forward
         if not _has_backward(gm):
             if self.compile.backend == "eager":
                 return gm.forward
@@ -78,8 +84,9 @@ class ACBackend(ReadsHints):
         )
         with user_passes_done():
             made = compile_local(joint, local.module, partition_by(recompute), backend)
-        self.reports.append(build_report(recompute, None, device=device))
-        artifact("report", self.reports[-1].to_json, "json")
+        report = cache(lambda: build_report(recompute, None, device=device))
+        self._reports.append(report)
+        artifact("report", lambda: report().to_json(), "json")
         for note in recompute.plan.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
         log.info("compiled a graph of %d nodes", len(local.module.graph.nodes))
@@ -113,6 +120,31 @@ def backend(
     """
     described = None if device is None else find_device(device)
     return ACBackend(ac_config(config, settings), CompileConfig(compile), described)
+
+
+def autoparallel_backend(
+    *,
+    enable_ac: bool = True,
+    ac_stage_size_in_GiB: float | str | None = "auto",
+    overlap_scheduling: bool = True,
+) -> ACBackend:
+    """`backend` under the name and keywords that the public AutoParallel project gives it.
+
+    Args:
+        enable_ac: as ``enable`` of `ACConfig`.
+        ac_stage_size_in_GiB: as ``stage_size``, a number of GiB; ``"auto"`` and None are both ``"auto"``.
+        overlap_scheduling: accepted, and read by nothing: a single device has no collectives, and those of
+            a parallel module are ordered where it is made, by ``configure_comm(prefetch=True)``.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+    if not isinstance(overlap_scheduling, bool):
+        raise ConfigError(f"overlap_scheduling={overlap_scheduling!r}: allowed are True and False")
+    size: Any = "auto" if ac_stage_size_in_GiB is None else ac_stage_size_in_GiB
+    if isinstance(size, (int, float)) and not isinstance(size, bool):
+        size = f"{Decimal(repr(size)):f} GiB"  # exactly as written: 0.1 is a tenth
+    return backend(enable=enable_ac, stage_size=size)
 
 
 def _has_backward(gm: torch.fx.GraphModule) -> bool:

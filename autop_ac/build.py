@@ -10,14 +10,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ._torch import compile_lock
 from ._torch_trace import artifact
 from .agree import check_same, from_first_rank
 from .capture.fingerprint import fingerprint
 from .capture.joint import JointGraph
 from .capture.trace import Request, capture
-from .config import ACConfig, CompileConfig
+from .config import ACConfig, CommConfig, CompileConfig
 from .graph.devices import DeviceSpec, Topology
 from .graph.liveness import backward_order, forward_order
+from .lowering.bucket import bucket
 from .lowering.compile import compile_local, decompositions, partition_by
 from .lowering.hooks import run_user_passes, user_passes_done
 from .progress import Stage, silent
@@ -45,6 +47,7 @@ class Settings:
     reshard_after_forward: bool = True
     outputs: Outputs = "local"
     stage: Stage = silent
+    comm: CommConfig = CommConfig()
 
     def search(self, joint: JointGraph, constraints: Constraints) -> ShardingPlan:
         """The placement of every tensor that takes least time within the constraints."""
@@ -74,7 +77,7 @@ class Settings:
         backend = self.compile.backend
         with self.stage("lower: the graph of one device"):
             local = apply_plan(joint, plan, self.mesh, decompositions(joint, backend))
-            local = run_user_passes(local, joint, backend)
+            local = run_user_passes(bucket(local, self.comm), joint, backend)
         with self.stage("plan: what is kept for backward"):
             recompute = plan_recompute(
                 local,
@@ -84,6 +87,7 @@ class Settings:
                 self.topology.links(self.mesh),
                 self.reshard_after_forward,
                 partial(from_first_rank, self.mesh),
+                self.comm.prefetch_bytes,
             )
         artifact("local_graph", lambda: str(local.module.print_readable(print_output=False)))
         return recompute
@@ -92,6 +96,13 @@ class Settings:
         self, joint: JointGraph, hints: ResolvedHints, plan: ShardingPlan
     ) -> tuple[Recompute, Runner]:
         """The recompute plan, the partition, and what runs."""
+        # torch traces one thread at a time: what it notes on nodes meanwhile is the process's
+        with compile_lock:
+            return self._lowered(joint, hints, plan)
+
+    def _lowered(
+        self, joint: JointGraph, hints: ResolvedHints, plan: ShardingPlan
+    ) -> tuple[Recompute, Runner]:
         recompute = self.recompute(joint, hints, plan)
         check_same(self.mesh, "the order of collectives", _collectives(recompute))
         local = recompute.local

@@ -365,6 +365,44 @@ class CompileConfig:
             )
 
 
+@dataclass(frozen=True)
+class CommConfig:
+    """How parameters are gathered and their gradients scattered.
+
+    Attributes:
+        all_gather_bucket: the gathers of one block's parameters that share a collective hold at most
+            this many bytes, on one device after the gather; None for a collective each.
+        reduce_scatter_bucket: the same of gradients, before the reduce-scatter.
+        prefetch: start gathers before they are used, `all_gather_bucket` bytes at most on their way,
+            and wait for reduce-scatters later.
+    """
+
+    all_gather_bucket: str | int | None = "1 MiB"
+    reduce_scatter_bucket: str | int | None = "1 MiB"
+    prefetch: bool = False
+    all_gather_bytes: int | None = field(init=False, repr=False, default=None)
+    reduce_scatter_bytes: int | None = field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        for kind in ("all_gather", "reduce_scatter"):
+            size = getattr(self, f"{kind}_bucket")
+            if size is not None:
+                size = parse_bytes(size, name=f"{kind}_bucket")
+            object.__setattr__(self, f"{kind}_bytes", size)
+        if not isinstance(self.prefetch, bool):
+            raise ConfigError(f"prefetch={self.prefetch!r}: allowed are True and False")
+        if self.prefetch and self.all_gather_bucket is None:
+            raise ConfigError(
+                "prefetch=True and all_gather_bucket=None: what is gathered ahead is bounded by the "
+                'bucket; give one, such as "64 MiB"'
+            )
+
+    @property
+    def prefetch_bytes(self) -> int | None:
+        """Bytes that may be gathered ahead, None without prefetching."""
+        return self.all_gather_bytes if self.prefetch else None
+
+
 def ac_config(config: ACConfig | bool | None, settings: Mapping[str, Any]) -> ACConfig:
     """One `ACConfig` from what a call was given: a config, or its fields as keywords.
 

@@ -1,6 +1,8 @@
 """Activation checkpointing of single-device models under `torch.compile`."""
 
+import math
 import warnings
+from fractions import Fraction
 
 import pytest
 import torch
@@ -270,3 +272,18 @@ def test_nothing_is_warned_of_on_a_plain_run():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compiled_once(HintedGPT(CONFIG), stage_size=None).ac_report.notes == ()
+
+
+def test_the_backend_under_its_other_name_says_the_same():
+    named = autop_ac.autoparallel_backend
+    assert named().ac == autop_ac.ACConfig()
+    assert named(enable_ac=False, overlap_scheduling=False).ac == autop_ac.ACConfig(enable=False)
+    assert named(ac_stage_size_in_GiB=None).ac.stage_size == "auto"
+    assert named(ac_stage_size_in_GiB=2).ac.stage_bytes == 2 * 2**30
+    assert named(ac_stage_size_in_GiB=0.1).ac.stage_bytes == math.ceil(Fraction(1, 10) * 2**30)
+    assert named(ac_stage_size_in_GiB=1e-6).ac.stage_bytes == 1074
+    for wrong in (0.0, -1, float("nan"), float("inf"), True, "2"):
+        with pytest.raises(ConfigError, match="stage_size"):
+            named(ac_stage_size_in_GiB=wrong)
+    with pytest.raises(ConfigError, match="overlap_scheduling=1"):
+        named(overlap_scheduling=1)

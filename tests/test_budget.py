@@ -15,7 +15,7 @@ from autop_ac.graph.liveness import backward_order, profile
 from autop_ac.recompute.budget import budget_curve, budget_wishes, pareto, preference_note
 from autop_ac.recompute.evaluate import Evaluator
 from autop_ac.recompute.hints import root_of
-from autop_ac.recompute.layers import equal_layers
+from autop_ac.recompute.layers import equal_layers, tied_values
 from autop_ac.recompute.pareto import Curve
 from autop_ac.recompute.plan import Origin, Wish
 from autop_ac.recompute.relax import Relaxation
@@ -193,6 +193,19 @@ def test_p7_names_and_the_order_of_sets_change_nothing():
         budget = low + (high - low) * part // 4
         first = budget_wishes(facts, budget, fixed)
         assert budget_wishes(renamed, budget, dict(reversed(fixed.items()))) == first
+
+
+def test_runs_of_neighbouring_layers_are_one_and_the_outer_ones_their_own():
+    facts = transformer(6)
+    classes = equal_layers(facts, free_values(facts, {}).free)
+    (layers,) = classes
+    stands_for = tied_values(classes, 2)
+    of = [stands_for[layer.start] for layer in layers]
+    starts = [layer.start for layer in layers]
+    assert of == [starts[0], starts[1], starts[1], starts[3], starts[3], starts[5]]
+    for i, one in stands_for.items():
+        assert facts.values[i].op == facts.values[one].op
+        assert facts.values[i].bytes == facts.values[one].bytes
 
 
 def decisions_by_layer(facts, wishes):

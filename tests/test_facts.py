@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autop_ac.capture.joint import Port
@@ -10,7 +11,7 @@ from autop_ac.capture.trace import capture, request
 from autop_ac.graph.collect import collect_facts
 from autop_ac.graph.facts import Facts, Value
 from autop_ac.graph.liveness import backward_order, live_backward
-from autop_ac.recompute.default import default_saved
+from autop_ac.recompute.default import _forward_names, default_saved
 from autop_ac.recompute.hints import resolve_hints
 from autop_ac.recompute.verify import closure, effective_action, must_be_saved
 from tests.strategies import RandomModule, facts_with_actions, random_modules
@@ -41,6 +42,19 @@ def test_p12_analysis_leaves_the_graph_as_it_was(module):
     closure(facts, {})
     assert written(gm) == before
     assert gm.code == code
+
+
+def test_what_min_cut_keeps_of_a_deep_backward_is_found_in_one_pass():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    kept = graph.call_function(torch.ops.aten.sin.default, (x,))
+    before, last = kept, kept
+    for _ in range(200):  # each reads the two before: a walk along all ways would never end
+        before, last = last, graph.call_function(torch.ops.aten.add.Tensor, (last, before))
+        last.meta["partitioner_tag"] = "is_backward"
+    graph.output([kept, last])
+    gm = fx.GraphModule({}, graph)
+    assert _forward_names(gm, {last.name}, 1) == {kept.name}
 
 
 @given(facts_with_actions())

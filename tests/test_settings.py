@@ -1,6 +1,7 @@
 """Whatever goes wrong, and wherever: torch's settings are as before, and the next module works."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ STAGES = {
     "capture, joint": (autop_ac.capture.trace.private, "aot_export_joint_with_descriptors"),
     "capture, after": (autop_ac.capture.trace, "_describe"),
     "hints": (autop_ac.api, "resolve_hints"),
-    "search": (autop_ac.build, "search"),
+    "search": (autop_ac.build, "search_with"),
     "shard pass": (autop_ac.sharding.apply.private, "redistribute_local_tensor"),
     "recompute": (autop_ac.recompute.default.private, "min_cut_rematerialization_partition"),
     "tags": (autop_ac.recompute.pipeline, "write_tags"),
@@ -220,3 +221,68 @@ def test_tags_are_written_after_the_collectives_are_in(mesh, monkeypatch):
         and n.meta["partitioner_tag"] == "is_forward"
     ]
     assert all("recompute" in n.meta for n in inserted)
+
+
+def test_one_block_inside_another_and_a_patch_around_both(mesh):
+    before = settings()
+    with torch._functorch.config.patch(donated_buffer=False):
+        patched = settings()
+        assert patched != before
+        outer = AutoParallel(Small(), lambda: torch.randn(4, 8), mesh).configure_compile("eager")
+        with outer:
+            plan = outer.optimize_placement()
+            inner = parallelize(mesh)
+            assert settings() == patched
+            parallel = outer.apply_placement(plan)
+        assert settings() == patched
+    assert settings() == before
+    for module in (inner, parallel):
+        module(torch.randn(2, 8)).sum().backward()
+        assert all(p.grad is not None for p in module.parameters())
+    assert settings() == before
+
+
+def test_threads_compile_side_by_side_and_each_sees_its_own_settings(mesh):
+    """Patches of torch's settings are a thread's own: a hook set in one is not run in the other."""
+    before, found, seen = settings(), {}, {0: 0, 1: 0}
+    barrier = threading.Barrier(2)
+
+    def work(number):
+        def hook(gm, inputs):
+            seen[number] += 1
+            return gm
+
+        try:
+            barrier.wait()
+            with torch._functorch.config.patch(joint_custom_pass=hook):
+                # each thread needs the mesh alone: the process group is the process's
+                module = parallelize(mesh, "eager")
+                assert torch._functorch.config.joint_custom_pass is hook
+            assert torch._functorch.config.joint_custom_pass is None
+            module(torch.ones(2, 8)).sum().backward()
+            found[number] = [p.grad.to_local() for p in module.parameters()]
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [f for f in found.values() if isinstance(f, BaseException)]
+    assert not errors, errors
+    assert seen == {0: 1, 1: 1}
+    assert all(torch.isfinite(g).all() for gradients in found.values() for g in gradients)
+    assert settings() == before
+
+
+def test_a_hook_of_inductor_runs_in_forward_and_in_backward_and_others_of_its_list_too(mesh):
+    seen = []
+    hooks = [lambda graph, n=n: seen.append((n, len(graph.nodes))) for n in range(2)]
+    with torch._inductor.config.patch(post_grad_custom_post_pass=hooks[0]):
+        parallelize(mesh)
+    assert len(seen) == 2
+    with torch._inductor.config.patch(joint_custom_post_pass=hooks):
+        parallelize(mesh)
+        assert torch._inductor.config.joint_custom_post_pass is hooks
+    assert [n for n, _ in seen[2:]] == [0, 1]

@@ -8,8 +8,13 @@ from hypothesis import strategies as st
 
 from autop_ac.graph.facts import Facts, Value
 from autop_ac.recompute.hints import root_of
-from autop_ac.recompute.plan import Origin
-from autop_ac.recompute.stages import auto_stage_bytes, candidates, stage_wishes
+from autop_ac.recompute.plan import Origin, Wish
+from autop_ac.recompute.stages import (
+    auto_stage_bytes,
+    candidates,
+    stage_wishes,
+    yielding_stages,
+)
 
 from .strategies import facts as random_facts
 
@@ -82,6 +87,43 @@ def test_p8_no_stage_holds_more_than_its_size_unless_one_value_does(given):
             name = next(facts.values[i].name for i in members if facts.values[i].bytes)
             assert any(n.startswith(f"{name} of ") and "stage of its own" in n for n in notes)
     assert len(notes) == large
+
+
+def prefer(action):
+    return Wish(action, Origin.HINT, "the user would rather", prefer=True)
+
+
+@given(staged(), st.data())
+def test_p8_p3_preferences_yield_only_where_a_stage_is_too_large_with_them(given, data):
+    facts, fixed, size = given
+    roots = [v.index for v in facts.forward if root_of(facts, v.index) == v.index]
+    free = [i for i in roots if i not in fixed]
+    asked = data.draw(
+        st.dictionaries(st.sampled_from(free or [0]), st.sampled_from(("save", "recompute")))
+    )
+    preferred = {i: prefer(action) for i, action in asked.items() if free}
+    wishes, given_up, _ = yielding_stages(facts, size, fixed, preferred)
+    assert set(given_up) <= {i for i, w in preferred.items() if w.action == "recompute"}
+    held = {i: w.action for i, w in preferred.items() if i not in given_up}
+    # what is honoured has no wish of the stages, all else that is free has
+    assert set(wishes) == set(free) - set(held)
+    assert all(wishes[i].action == "save" for i in given_up)
+    # with a stage that holds everything nobody is in the way
+    whole = sum(v.bytes for v in facts.forward) + 1
+    assert yielding_stages(facts, whole, fixed, preferred)[1] == ()
+    # the same as binding hints where nothing was given up
+    if not given_up:
+        assert wishes == stage_wishes(facts, size, {**fixed, **held})[0]
+
+
+def test_p8_a_crowded_stage_takes_back_what_was_preferred_to_be_recomputed():
+    facts = network([(4, [0], {}), (4, [1], {}), (4, [2], {}), (4, [3], {})], outputs=[4])
+    preferred = {1: prefer("recompute"), 2: prefer("recompute"), 3: prefer("recompute")}
+    assert yielding_stages(facts, 12, {}, preferred)[1] == ()
+    wishes, given_up, _ = yielding_stages(facts, 4, {}, preferred)
+    assert given_up and all(wishes[i].action == "save" for i in given_up)
+    again = sum(facts.values[i].bytes for i in preferred if i not in given_up)
+    assert again <= 3 * 4  # no more than a stage of four bytes for each
 
 
 @given(staged())

@@ -14,6 +14,7 @@
 # training step with activation checkpointing (AC) off, in stages, and by hints in the model.
 
 # %%
+import importlib
 import sys
 import sysconfig
 import time
@@ -258,7 +259,10 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    result = launch(work, 2)[0]
+    # new processes cannot import a notebook: there it is the `work` of this file, beside which it lies
+    script = "__file__" in globals()
+    worker = work if script else importlib.import_module("01_quickstart").work
+    result = launch(worker, 2)[0]
     if result["plain"]:  # under torchrun, rank 0 alone
         show(result)
 

@@ -53,7 +53,7 @@ class Calling:
     buffers: tuple[str, ...]
     form: CallForm
     leaves: tuple[Any, ...]
-    output_types: tuple[type, ...]
+    output_types: tuple[Dataclass, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +199,7 @@ class FlatForward(torch.nn.Module):
         # not by a call: hooks of the root run around the parallel module, as they do around this one
         out = self.model.forward(*args, **kwargs)
         if self.loss_fn is not None:
-            out = self.loss_fn(_cast(out, self.output_dtype), *target)
+            out = self.loss_fn(_cast_output(out, self.output_dtype), *target)
         result = opened(out)
         private.comptime(_note_changes)
         return _cast(result, self.output_dtype) if self.loss_fn is None else result
@@ -237,6 +237,23 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
         return leaf.to(dtype) if floating else leaf
 
     return pytree.tree_map(cast, tree)
+
+
+def _cast_output(value: Any, dtype: torch.dtype | None) -> Any:
+    """`value` cast, with dataclasses as they are, for code that reads their fields; in the trace."""
+    if dtype is None:
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, (dict, type)):
+        made = {}
+        for f in dataclasses.fields(value):
+            if f.init:
+                made[f.name] = _cast_output(getattr(value, f.name), dtype)
+        return type(value)(**made)
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) is dict or type(value) is list or isinstance(value, tuple):
+        return _rebuilt(value, lambda item: _cast_output(item, dtype))
+    return _cast(value, dtype)
 
 
 class Fields(NamedTuple):
@@ -303,17 +320,28 @@ def _note_changes(context: Any) -> None:
     _noted.get().changes[:] = private.changed_objects(context)
 
 
-def closed(value: Any, types: Iterator[type]) -> Any:
+class Dataclass(NamedTuple):
+    """A dataclass, and of each of its fields the name and whether the constructor takes it."""
+
+    cls: type
+    fields: tuple[tuple[str, bool], ...]
+
+
+def described(cls: Any) -> Dataclass:
+    """What `closed` needs to know of a dataclass."""
+    return Dataclass(cls, tuple((f.name, f.init) for f in dataclasses.fields(cls)))
+
+
+def closed(value: Any, types: Iterator[Dataclass]) -> Any:
     """The inverse of `opened`, with the dataclasses in the order in which they were noted."""
     if not isinstance(value, Fields):
         return _rebuilt(value, lambda item: closed(item, types))
-    cls = next(types)
-    fields = dataclasses.fields(cls)
-    values = dict(
-        zip((f.name for f in fields), (closed(v, types) for v in value.values), strict=True)
-    )
-    made = cls(**{f.name: values[f.name] for f in fields if f.init})
-    for f in fields:
-        if not f.init:
-            object.__setattr__(made, f.name, values[f.name])
+    cls, fields = next(types)
+    given: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for (name, init), item in zip(fields, value.values):  # noqa: B905 Dynamo knows no strict=
+        (given if init else rest)[name] = closed(item, types)
+    made = cls(**given)
+    for name, item in rest.items():
+        object.__setattr__(made, name, item)
     return made

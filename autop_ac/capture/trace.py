@@ -23,7 +23,7 @@ from .. import _torch as private
 from ..annotate import capturing, is_region_object
 from ..errors import AutopACError, CaptureError, ConfigError
 from .batch_norm import BATCH_NORM
-from .calling import CallForm, Calling, FlatForward, call_form, noting
+from .calling import CallForm, Calling, FlatForward, call_form, described, noting
 from .joint import JointGraph, Port
 from .marks import take_marks
 from .names import module_path, source_line, user_name
@@ -181,7 +181,7 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
         buffers=tuple(names.get(n, n) for n in joint.buffers_spec),
         form=wanted.form,
         leaves=wanted.leaves,
-        output_types=tuple(noted.output_types),
+        output_types=tuple(described(cls) for cls in noted.output_types),
     )
     ports = [Port("input", name, i) for i, name in enumerate(given)]
     return _describe(joint, names, ports, calling, _MODEL)

@@ -14,8 +14,9 @@ What is worth knowing about how values are told apart:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def collect_facts(
         note = _note(node)
         collective = _collective(node)
         val = node.meta.get("val")
-        tensor = next(_tensors(val), None)
+        tensor = next(iter(_tensors(val)), None)
         values.append(
             Value(
                 index=index[node],
@@ -128,14 +129,25 @@ def _as_float(time_s: Any) -> float:
     return float(time_s)
 
 
-def _tensors(val: Any) -> Iterator[torch.Tensor]:
+def _tensors(val: Any) -> Iterable[torch.Tensor]:
+    if isinstance(val, torch.Tensor):
+        return (val,)
     return (t for t in pytree.tree_leaves(val) if isinstance(t, torch.Tensor))
 
 
 def _op(node: fx.Node) -> str:
     if node.op != "call_function":
         return node.op
-    return "getitem" if node.target is operator.getitem else str(node.target)
+    return "getitem" if node.target is operator.getitem else _text(node.target)
+
+
+def _text(target: Any) -> str:
+    return _name(target) if isinstance(target, OpOverload) else str(target)
+
+
+@cache
+def _name(target: OpOverload) -> str:
+    return str(target)
 
 
 def draws_random(node: fx.Node) -> bool:
@@ -150,26 +162,29 @@ def draws_random(node: fx.Node) -> bool:
 
 
 def _is_wait(node: fx.Node) -> bool:
-    return str(node.target).endswith("wait_tensor.default")
+    return _text(node.target).endswith("wait_tensor.default")
 
 
 def _collective(node: fx.Node) -> str:
-    target = node.target
-    if not isinstance(target, OpOverload) or _is_wait(node):
+    return _collective_of(node.target) if isinstance(node.target, OpOverload) else ""
+
+
+@cache
+def _collective_of(target: OpOverload) -> str:
+    if target._opname == "wait_tensor":
         return ""
-    if target.namespace not in _COLLECTIVE_NAMESPACES:
-        return ""
-    return target._opname
+    return target._opname if target.namespace in _COLLECTIVE_NAMESPACES else ""
 
 
 def _is_effectful(node: fx.Node) -> bool:
     if node.op in ("placeholder", "output", "get_attr"):
         return False
-    if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+    target = node.target
+    if isinstance(target, OpOverload) and target._schema.is_mutable:
         return True
     if _is_wait(node) or _collective(node):
         return False
-    return "with_effects" in str(node.target) or node.is_impure(impure_random=False)
+    return "with_effects" in _text(target) or node.is_impure(impure_random=False)
 
 
 def sides_of(

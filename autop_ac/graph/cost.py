@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -59,8 +60,13 @@ def tensor_bytes(value: torch.Tensor) -> int:
     return value.numel() * value.element_size()
 
 
-def _is_view(op: Any) -> bool:
-    return isinstance(op, OpOverload) and bool(op.is_view)
+def _costs_nothing(op: Any) -> bool:
+    return op is operator.getitem or (isinstance(op, OpOverload) and _is_free(op))
+
+
+@cache
+def _is_free(op: OpOverload) -> bool:
+    return bool(op.is_view) or op in _NO_WORK
 
 
 def _flops(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
@@ -88,10 +94,10 @@ def node_time_s(
         args, kwargs: its arguments, tensors where it takes tensors.
         out: what it gives.
     """
-    if op is operator.getitem or op in _NO_WORK or _is_view(op):
+    if _costs_nothing(op):
         return 0.0
-    tensors = [t for t in pytree.tree_leaves((tuple(args), dict(kwargs))) if _is_tensor(t)]
-    outputs = [t for t in pytree.tree_leaves(out) if _is_tensor(t)]
+    tensors = _tensors((*args, *kwargs.values()))
+    outputs = _tensors((out,))
     moved = sum(tensor_bytes(t) for t in [*tensors, *outputs])
     if op in _EXTRA_BYTES_ONLY:  # reads only the rows it is asked for
         moved = 2 * sum(tensor_bytes(t) for t in outputs)
@@ -102,6 +108,17 @@ def node_time_s(
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors in some values, most of which are tensors or plain."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if _is_tensor(value):
+            found.append(value)
+        elif isinstance(value, (tuple, list, dict)):
+            found += [t for t in pytree.tree_leaves(value) if _is_tensor(t)]
+    return found
 
 
 def fx_node_time_s(
@@ -115,8 +132,10 @@ def fx_node_time_s(
     """
     if node.op != "call_function":
         return 0.0
-    if str(node.target).startswith("_c10d_functional."):
+    if getattr(node.target, "namespace", "") == "_c10d_functional":
         return _collective_time_s(node, links or {})
+    if _costs_nothing(node.target):
+        return 0.0
 
     def value(arg: Any) -> Any:
         return arg.meta.get("val") if isinstance(arg, torch.fx.Node) else arg
@@ -136,10 +155,12 @@ _KINDS: Mapping[str, Collective] = {
 
 def _collective_time_s(node: torch.fx.Node, links: Mapping[str, Link]) -> float:
     name = str(node.target).removeprefix("_c10d_functional.").removesuffix(".default")
+    name = name.removesuffix("_coalesced")
     note = (node.meta.get("custom") or {}).get("autop_ac") or {}
     link = links.get(note.get("axis", ""))
     if name not in _KINDS or link is None:
         return 0.0
-    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-    moved = max((tensor_bytes(v) for v in values if _is_tensor(v)), default=0)
+    read = [n.meta.get("val") for n in node.all_input_nodes]
+    sides = (pytree.tree_leaves(node.meta.get("val")), pytree.tree_leaves(read))
+    moved = max(sum(tensor_bytes(v) for v in side if _is_tensor(v)) for side in sides)
     return collective_time_s(_KINDS[name], moved, link.size, link.bandwidth, link.latency_s)

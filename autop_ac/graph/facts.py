@@ -84,6 +84,8 @@ class Facts:
         backward_outputs: indices of the gradients.
         storage_bytes: bytes of each storage id on one device.
         parameter_bytes: bytes of parameters and buffers on one device, alive throughout.
+        prefetch_bytes: how many bytes of gathered parameters may be on their way before their use;
+            None where each is gathered when it is used.
     """
 
     values: tuple[Value, ...]
@@ -91,6 +93,7 @@ class Facts:
     backward_outputs: tuple[int, ...]
     storage_bytes: tuple[int, ...]
     parameter_bytes: int = 0
+    prefetch_bytes: int | None = None
 
     @property
     def forward(self) -> tuple[Value, ...]:

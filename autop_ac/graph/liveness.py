@@ -4,7 +4,8 @@ The orders given here are those that `lowering/partition.py` builds, so what is 
 forward keeps graph order; backward keeps the graph order of autograd's nodes, and before each of them
 computes what it needs of forward values that were not kept, in graph order and no earlier. Recomputing
 as late as possible is what makes checkpointing save memory: with everything recomputed at the start of
-backward, the peak is the one without checkpointing.
+backward, the peak is the one without checkpointing. Where the user wants gathers to be prefetched,
+`graph/ahead.py` moves them in both orders.
 
 A graph runs node by node, as `torch.fx.Interpreter` does when its inputs are boxed: a value is dropped
 right after its last reader; one that nobody reads lives to the end. A storage is alive while any value
@@ -18,6 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from .ahead import issue_ahead, wait_late
 from .facts import Facts, Side, Value
 
 
@@ -49,8 +51,11 @@ def must_run(value: Value) -> bool:
 
 
 def forward_order(facts: Facts, saved: Sequence[int]) -> tuple[int, ...]:
-    """Forward values that the forward graph computes, in graph order."""
-    return _computed(facts, "forward", (*facts.forward_outputs, *saved))
+    """Forward values that the forward graph computes, in graph order but for gathers issued ahead."""
+    order = _with_waits(facts, _computed(facts, "forward", (*facts.forward_outputs, *saved)))
+    if facts.prefetch_bytes is None:
+        return order
+    return issue_ahead(facts, order, facts.prefetch_bytes)
 
 
 def live_backward(facts: Facts) -> tuple[int, ...]:
@@ -78,7 +83,7 @@ def backward_order(facts: Facts, saved: Sequence[int]) -> tuple[int, ...]:
     """
     have = set(saved)
     have.update(v.index for v in facts.values if v.side == "input")
-    order: list[int] = []
+    brought: list[int] = []
 
     def bring(wanted: Iterable[int]) -> None:
         missing: set[int] = set()
@@ -88,15 +93,47 @@ def backward_order(facts: Facts, saved: Sequence[int]) -> tuple[int, ...]:
             if i not in have and i not in missing:
                 missing.add(i)
                 stack.extend(facts.values[i].inputs)
-        order.extend(sorted(missing))
+        brought.extend(sorted(missing))
         have.update(missing)
 
     for i in live_backward(facts):
         bring(facts.values[i].inputs)
-        order.append(i)
+        brought.append(i)
         have.add(i)
     bring(facts.backward_outputs)
-    return tuple(order)
+    order = _with_waits(facts, brought)
+    if facts.prefetch_bytes is None:
+        return order
+    return wait_late(facts, issue_ahead(facts, order, facts.prefetch_bytes))
+
+
+def _with_waits(facts: Facts, order: Sequence[int]) -> tuple[int, ...]:
+    """`order` with a wait for each tensor of a collective of several, wanted or not.
+
+    PyTorch holds what a collective gives until it is waited for. Waits that nobody else brings stand
+    behind the first of the same collective.
+    """
+    values, there = facts.values, set(order)
+    several = {i for i in order if values[i].collective.endswith("coalesced")}
+    if not several:
+        return tuple(order)
+    unwanted: dict[int, list[int]] = {}
+    source: dict[int, int] = {}  # of a part and of its wait
+    for value in values:
+        start = source.get(value.inputs[0]) if len(value.inputs) == 1 else None
+        if value.op == "getitem" and value.inputs[0] in several:
+            source[value.index] = value.inputs[0]
+        elif start is not None and value.op.endswith("wait_tensor.default"):
+            (part,) = value.inputs
+            source[value.index] = start
+            if value.index not in there:
+                unwanted.setdefault(start, []).extend((*({part} - there), value.index))
+    made: list[int] = []
+    for i in order:
+        made.append(i)
+        if i in source and values[i].op != "getitem":
+            made.extend(unwanted.pop(source[i], ()))
+    return tuple(made)
 
 
 def profile(facts: Facts, saved: Sequence[int]) -> Profile:

@@ -55,7 +55,7 @@ def compile_local(
     """
     descriptors = _with_graph(joint, local)
     if backend == "eager":
-        forward = backward = private.boxed_nop_preserve_node_meta
+        forward = backward = _node_by_node
     else:
         forward = partial(_inductor, is_backward=False)
         backward = partial(_inductor, is_backward=True)
@@ -67,6 +67,21 @@ def compile_local(
         return private.aot_compile_joint_with_descriptors(
             descriptors, partition_fn=partition, fw_compiler=forward, bw_compiler=backward
         )
+
+
+def _node_by_node(gm: torch.fx.GraphModule, _: Any) -> Any:
+    """The graph as Python code that drops each value after its last reader, inputs included.
+
+    `torch.fx.Interpreter` runs the same in the same order; it takes more time than small kernels do.
+    """
+    gm.graph.set_codegen(private._BoxedCodeGen())
+    gm.recompile()
+
+    def run(args: list[Any]) -> Any:
+        return gm.forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's word: `args` may be emptied
+    return run
 
 
 def _inductor(gm: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:

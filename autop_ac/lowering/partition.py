@@ -71,7 +71,8 @@ def partition(
         num_fwd_outputs=num_fwd_outputs,
         static_lifetime_input_nodes=static,
     )
-    _reduce(forward, _names(facts, forward_order(facts, saved)), reorder=False)
+    ahead = facts.prefetch_bytes is not None
+    _reduce(forward, _names(facts, forward_order(facts, saved)), reorder=ahead)
     _reduce(backward, _names(facts, backward_order(facts, saved)), reorder=True)
     _check_realised(facts, plan, backward)
     if any(facts.values[i].random for i in backward_order(facts, saved)):

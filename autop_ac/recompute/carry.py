@@ -18,6 +18,8 @@ def root_of(facts: Facts, index: int) -> int:
 
 
 def carry(facts: Facts, wishes: Mapping[str, tuple[Wish, ...]]) -> Mapping[int, tuple[Wish, ...]]:
+    if not wishes:
+        return MappingProxyType({})
     local: dict[str, list[int]] = defaultdict(list)
     readers: dict[int, list[int]] = defaultdict(list)
     for value in facts.values:

@@ -31,7 +31,9 @@ def parameter_chains(facts: Facts) -> frozenset[int]:
             start = _continues(facts, value, root)
             if start is None:
                 continue
-            root[value.index] = start
+            # of several gathered in one collective, each part goes on as a parameter of its own
+            of_several = value.op == "getitem" and "coalesced" in facts.values[value.inputs[0]].op
+            root[value.index] = value.index if of_several else start
             if is_parameter_gather(value) or not gathered.isdisjoint(value.inputs):
                 gathered.add(value.index)
     on_the_way = {i for i in gathered if is_parameter_gather(facts.values[i])}

@@ -5,22 +5,25 @@ Points are outcomes of the exact evaluation, ascending in peak and strictly desc
 
 Beyond that a budget B is sought by bisection between two points, the one of least peak found and the
 one that recomputes least. A *bracket* is a pair of neighbouring points (x, y). Its candidates come from
-x and y alone: what the program of `relax` proposes for the peak halfway, by the linear program first
-and by branch and bound where that gives nothing new, and last the save sets that take x's decision
-before a position in the forward pass and y's from there on. Candidates that lie between x and y in peak
-and in time refine the bracket; the next one is the pair of neighbours around B. What B decides is only
-which way to turn, so that of two budgets that part ways at a bracket the smaller one ends at or before
-the point where the larger one starts: a larger budget never costs more time, and a smaller one never
-raises the peak.
+x and y alone: what branch and bound on the program of `relax` finds within the peak halfway; where that
+is nothing new, within a peak nearer to y, a few times; and last what the linear program proposes, the
+points known from the start (stages among them), and the save sets that take x's decision before a
+position in the forward pass and y's from there on. Candidates that lie between x and y in peak and in
+time refine the bracket; the next one is the pair of neighbours around B. What B decides is only which
+way to turn, so that of two budgets that part ways at a bracket the smaller one ends at or before the
+point where the larger one starts: a larger budget never costs more time, and a smaller one never raises
+the peak.
 
 Equal layers are kept alike as far as the budget allows: their decisions are sorted, so that those that
 differ are runs of neighbours.
 
-Complexity: a bracket costs a few linear programs and evaluations, each near linear in the graph; depth
-and candidates are bounded by constants. Branch and bound is left out on large graphs, where one value
-more or less is a small part of the whole. Deterministic: all choices are by exact bytes, times and
-positions, and limits count nodes, never seconds. Weaknesses: beyond `EXACT` values neither the curve
-nor its least peak is proven to be best; `bound_s` says how far a point can be off.
+Complexity: a bracket costs a few programs and evaluations; depth and candidates are bounded by
+constants. On larger graphs the program that is branched on takes runs of neighbouring equal layers as one
+(`tied_values`), so that it does not grow with depth; without equal layers, and past `_BRANCHED` columns,
+linear programs alone propose. Deterministic: all choices are by exact bytes, times and positions, and
+limits count nodes, never seconds. Weaknesses: beyond `EXACT` values neither the curve nor its least peak
+is proven to be best; `bound_s` says how far a point can be off, by branch and bound on the program in
+which nothing is tied, cut short at its root on larger graphs.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 from ..config import OPTIMIZER_COPIES, ACConfig
@@ -20,24 +20,38 @@ from ..sharding.apply import LocalGraph
 from .budget import budget_wishes, pareto, preference_note
 from .collectives import parameter_chains
 from .default import default_saved
+from .evaluate import Evaluator
 from .hints import ResolvedHints, root_of, rule_wishes, wishes_for_values
 from .merge import decide
 from .pareto import ParetoPoint
 from .plan import Action, BudgetResult, Decision, Origin, RecomputePlan, Wish
-from .stages import auto_stage_bytes, yielding_stages
+from .stages import auto_stage_bytes, free_values, yielding_stages
 from .tags import write_tags
 from .verify import closure
+
+# values up to which "auto" is compared with what PyTorch's min-cut keeps; with keeping all beyond that,
+# where min-cut takes ten times as long as all the rest
+_COMPARED = 4000
 
 
 @dataclass(frozen=True, eq=False)
 class Recompute:
-    """The recompute plan of a local graph, and what was predicted with and without it."""
+    """The recompute plan of a local graph, and what was predicted with and without it.
+
+    Attributes:
+        off: decisions without AC, worked out when asked: PyTorch's min-cut takes far longer than ours.
+    """
 
     local: LocalGraph
     facts: Facts
     plan: RecomputePlan
     profile: Profile
-    profile_without_ac: Profile
+    off: Callable[[], Mapping[int, Decision]]
+
+    @cached_property
+    def profile_without_ac(self) -> Profile:
+        """What is predicted with `enable=False`."""
+        return _profile(self.facts, self.off())[1]
 
 
 def plan_recompute(
@@ -48,12 +62,14 @@ def plan_recompute(
     links: Mapping[str, Link],
     reshard_after_forward: bool,
     agree: Callable[[Callable[[], Any]], Any] = lambda decide: decide(),
+    prefetch_bytes: int | None = None,
 ) -> Recompute:
     """Decide, write the tags on `local`, and predict; the plan is frozen from here on.
 
     Args:
         device: for predicted times and the budget "device".  links: by mesh axis, none on one device.
         agree: gives what its argument gives on the first rank.
+        prefetch_bytes: bytes of parameters that may be gathered ahead of their use, None for none.
     """
     facts = collect_facts(
         local.module,
@@ -63,7 +79,9 @@ def plan_recompute(
         lambda node: fx_node_time_s(node, device, links),
     )
     trained = {p.name for p in local.results if p is not None and p.kind == "gradient"}
-    facts = _with_optimizer(facts, config.optimizer, trained)
+    facts = replace(
+        _with_optimizer(facts, config.optimizer, trained), prefetch_bytes=prefetch_bytes
+    )
     contract = parameter_chains(facts)
     names = (
         frozenset(facts.values[i].name for i in contract) if reshard_after_forward else frozenset()
@@ -75,21 +93,41 @@ def plan_recompute(
         decide, facts, contract=contract, hints=hinted, reshard_after_forward=reshard_after_forward
     )
 
-    def decide_here() -> _Automatic:
+    @cache
+    def default() -> frozenset[int]:
         kept = default_saved(local.module, names, local.num_forward_outputs)
-        default = frozenset(v.index for v in facts.values if v.name in kept)
-        made = _automatic(facts, config, device, partial(settle, default_saved=default), rules)
-        return replace(made, default=frozenset(keys[i] for i in default)).keyed(keys)
+        return frozenset(v.index for v in facts.values if v.name in kept)
+
+    def settled(made: _Automatic, kept: frozenset[int]) -> Mapping[int, Decision]:
+        if not config.enable:
+            return settle(rules={}, auto={}, enable=False, default_saved=kept)
+        return settle(rules=rules, auto=made.auto, given_up=made.given_up, default_saved=kept)
+
+    def peak_of_default() -> int:
+        kept = default()
+        return _profile(facts, settle(rules=rules, auto={}, default_saved=kept))[1].peak_bytes
+
+    def decide_here() -> _Automatic:
+        blind = partial(settle, default_saved=frozenset())
+        made = _automatic(facts, config, device, blind, rules, peak_of_default)
+        # asked only where somebody's decision is left to it
+        left = any(d.origin is Origin.DEFAULT for d in settled(made, frozenset()).values())
+        kept = default() if left else frozenset()
+        return replace(made, default=frozenset(keys[i] for i in kept)).keyed(keys)
 
     # sizes of uneven shards differ from rank to rank, and so might what is decided by them
     agreed = agree(decide_here).at(keys)
-    settle = partial(settle, default_saved=agreed.default)
-    off = settle(rules={}, auto={}, enable=False)
-    decisions = off
-    if config.enable:
-        decisions = settle(rules=rules, auto=agreed.auto, given_up=agreed.given_up)
+    (saved, saved_inputs), predicted = _profile(facts, decisions := settled(agreed, agreed.default))
     notes = (*hints.messages, *rule_notes, *agreed.notes)
-    return _finish(local, facts, decisions, off, agreed.stage_bytes, notes, agreed.budget)
+    plan = RecomputePlan(
+        decisions, tuple(saved), tuple(saved_inputs), agreed.stage_bytes, notes, agreed.budget
+    )
+    write_tags(local.module, facts, plan)
+
+    def off() -> Mapping[int, Decision]:
+        return settle(rules={}, auto={}, enable=False, default_saved=agreed.default or default())
+
+    return Recompute(local, facts, plan, predicted, off)
 
 
 Key = tuple[str, str, str, int]
@@ -139,6 +177,7 @@ def _automatic(
     device: DeviceSpec,
     settle: Callable[..., Mapping[int, Decision]],
     rules: Mapping[int, tuple[Wish, ...]],
+    peak_of_default: Callable[[], int],
 ) -> _Automatic:
     """Stages or a budget, for what nobody above has decided."""
     nothing = _Automatic(frozenset(), {})
@@ -159,7 +198,7 @@ def _automatic(
 
     if config.budget is not None:
         limit = _budget_bytes(facts, config.budget, settle, device)
-        auto, result = budget_wishes(facts, limit, fixed, preferred)
+        auto, result = budget_wishes(_with_room(facts), limit, fixed, preferred)
         return replace(
             nothing,
             auto=auto,
@@ -178,15 +217,35 @@ def _automatic(
             notes=(*notes, *told(given_up)),
         )
 
-    def peak_bytes(stage_bytes: int | None) -> int:
-        made = staged(stage_bytes)
-        decisions = settle(rules=rules, auto=made.auto, given_up=made.given_up)
-        return _profile(facts, decisions)[1].peak_bytes
-
     size = config.stage_bytes
     if size is None:
+        evaluate = _evaluator(_with_room(facts), fixed, preferred)
+
+        def peak_bytes(stage_bytes: int | None) -> int:
+            if stage_bytes is not None:
+                return _staged_peak(evaluate, preferred, staged(stage_bytes))
+            if len(facts.values) <= _COMPARED:
+                return peak_of_default()
+            return evaluate(b"\1" * len(evaluate.free)).peak_bytes
+
         size = auto_stage_bytes(facts, peak_bytes, {i: d.action for i, d in decided.items()})
     return staged(size)
+
+
+def _evaluator(
+    facts: Facts, fixed: Mapping[int, Action], preferred: Mapping[int, Wish]
+) -> Evaluator:
+    """Of all that the automatic part may decide one way or the other."""
+    forward = free_values(facts, fixed)
+    decided: dict[int, Action] = {**fixed, **dict.fromkeys(forward.kept, "save")}
+    return Evaluator(facts, decided, (*forward.free, *preferred))
+
+
+def _staged_peak(evaluate: Evaluator, preferred: Mapping[int, Wish], made: _Automatic) -> int:
+    held = {i: w for i, w in preferred.items() if i not in made.given_up}
+    wishes = {**made.auto, **held}
+    mask = evaluate.mask([i for i, w in wishes.items() if w.action == "save"])
+    return evaluate(mask).peak_bytes
 
 
 def pareto_of(facts: Facts, plan: RecomputePlan, depth: int = 4) -> tuple[ParetoPoint, ...]:
@@ -197,7 +256,13 @@ def pareto_of(facts: Facts, plan: RecomputePlan, depth: int = 4) -> tuple[Pareto
         depth: how often each part of the curve is halved.
     """
     fixed = {i: d.action for i, d in plan.decisions.items() if d.origin < Origin.AUTO}
-    return pareto(facts, fixed, depth=depth)
+    return pareto(_with_room(facts), fixed, depth=depth)
+
+
+def _with_room(facts: Facts) -> Facts:
+    """What is gathered ahead counted as held throughout: the search knows no order but its own."""
+    ahead = facts.prefetch_bytes or 0
+    return replace(facts, parameter_bytes=facts.parameter_bytes + ahead, prefetch_bytes=None)
 
 
 def _with_optimizer(facts: Facts, optimizer: str | None, trained: Collection[str]) -> Facts:
@@ -232,18 +297,3 @@ def _actions(decisions: Mapping[int, Decision]) -> dict[int, Action]:
 def _profile(facts: Facts, decisions: Mapping[int, Decision]) -> tuple[Any, Profile]:
     saved = closure(facts, _actions(decisions))
     return saved, profile(facts, saved[0])
-
-
-def _finish(
-    local: LocalGraph,
-    facts: Facts,
-    decisions: Mapping[int, Decision],
-    off: Mapping[int, Decision],
-    stage_bytes: int | None,
-    notes: tuple[str, ...],
-    budget: BudgetResult | None = None,
-) -> Recompute:
-    (saved, saved_inputs), predicted = _profile(facts, decisions)
-    plan = RecomputePlan(decisions, tuple(saved), tuple(saved_inputs), stage_bytes, notes, budget)
-    write_tags(local.module, facts, plan)
-    return Recompute(local, facts, plan, predicted, _profile(facts, off)[1])

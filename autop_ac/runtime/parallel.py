@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import copy
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
+from ..annotate import compiled_by_ours
 from ..capture.calling import Calling, closed
 from ..capture.joint import JointGraph, Port
 from ..capture.names import user_name
 from ..errors import UsageError
 from ..graph.random import draws_from_seeds, random_nodes, rank_offset, sharded_axes
-from ..sharding.apply import LocalGraph, local_shape
+from ..sharding.apply import LocalGraph
 from ..sharding.plan import ShardingPlan
+from .opaque import REASON, as_one_node
+from .state import as_on_one_device, distributed, takes_whole_tensors
 
 Outputs = Literal["local", "dtensor"]
 
@@ -40,6 +44,8 @@ class Runner:
         read_in_backward: parameters that backward reads; autograd's own check of versions does not
             see them, because in-place operators on a DTensor count on the DTensor alone.
         trained: parameters that get a gradient.
+        output_form: pytree of the outputs, dataclasses taken apart.
+        local_outputs: a tensor like each output on this rank, and whether it has a gradient.
     """
 
     compiled: Callable[..., Any]
@@ -50,8 +56,25 @@ class Runner:
     outputs: Outputs = "local"
     read_in_backward: tuple[str, ...] = ()
     trained: frozenset[str] = frozenset()
+    output_form: Any = None
+    local_outputs: tuple[tuple[torch.Tensor, bool], ...] = ()
+
+    def empty_outputs(self) -> list[torch.Tensor]:
+        """Tensors as a call gives them, flat, with nothing in them."""
+        grad = torch.is_grad_enabled()
+        made: Any = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).requires_grad_(
+                grad and trained
+            )
+            for t, trained in self.local_outputs
+        ]
+        return self._handed_out(made) if self.outputs == "dtensor" else made
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        return closed(self.opened(module, args, kwargs), iter(self.calling.output_types))
+
+    def opened(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """What a call gives, dataclasses taken apart."""
         calling = self.calling
         leaves = [self._checked(i, x) for i, x in enumerate(calling.form.flatten(args, kwargs))]
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -74,7 +97,7 @@ class Runner:
         self._check_unchanged_in_backward(module, out)
         if self.outputs == "dtensor":
             out = self._handed_out(out)
-        return closed(out, iter(calling.output_types))
+        return out
 
     def _check_unchanged_in_backward(self, module: torch.nn.Module, out: Any) -> None:
         tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
@@ -264,7 +287,19 @@ def make_runner(
         outputs,
         read_in_backward,
         trained,
+        joint.descriptors.out_spec,
+        _local_outputs(joint, local),
     )
+
+
+def _local_outputs(joint: JointGraph, local: LocalGraph) -> tuple[tuple[torch.Tensor, bool], ...]:
+    """A tensor like each output of forward that is one, and whether it has a gradient."""
+    infos = joint.descriptors._aot_state.fw_metadata.output_info
+    first = joint.num_forward_outputs - len(infos)  # changed buffers stand in front
+    (results,) = local.module.graph.output_node().args
+    given = zip(results[first : joint.num_forward_outputs], infos, strict=True)
+    nodes = [(r, i.requires_grad) for r, i in given if isinstance(r, torch.fx.Node)]
+    return tuple((node.meta["val"], trained) for node, trained in nodes)
 
 
 Modes = tuple[bool, ...]
@@ -284,6 +319,7 @@ class Runners:
         self, traced: torch.nn.Module, runner: Runner, make: Callable[[Modes], Runner]
     ) -> None:
         self._modules = tuple(name for name, _ in traced.named_modules())
+        self.first = runner
         self._made = {self._modes(traced): runner}
         self._make = make
 
@@ -292,11 +328,43 @@ class Runners:
         return tuple(held[name].training for name in self._modules)
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._runner(module)(module, args, kwargs)
+
+    def opened(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """The same with dataclasses among the outputs taken apart; as `first` gives them in any mode."""
+        runner = self._runner(module)
+        self._check_form(runner)
+        return runner.opened(module, args, kwargs)
+
+    def _check_form(self, runner: Runner) -> None:
+        if runner.output_form != self.first.output_form:
+            raise UsageError(
+                "in this combination of train() and eval() the model gives other outputs than when it "
+                "was captured, which one graph cannot: call the parallel module without torch.compile"
+            )
+
+    def _runner(self, module: torch.nn.Module) -> Runner:
         modes = self._modes(module)
         if modes not in self._made:
             with torch.inference_mode(False):
                 self._made[modes] = self._make(modes)
-        return self._made[modes](module, args, kwargs)
+        return self._made[modes]
+
+    def fakes(self, module: torch.nn.Module) -> list[torch.Tensor]:
+        """Empty tensors as a call gives them, flat; fake ones, where a trace is under way."""
+        runner = self._made.get(self._modes(module))
+        if runner is None:
+            raise UsageError(
+                "the parallel module was not called in this combination of train() and eval() yet, and "
+                "its graph cannot be traced within another trace: call it once before torch.compile does"
+            )
+        self._check_form(runner)
+        if runner.output_form.num_leaves != len(runner.local_outputs):
+            raise UsageError(
+                "the model gives plain values besides tensors, which a node of a graph cannot: call the "
+                "parallel module without torch.compile"
+            )
+        return runner.empty_outputs()
 
 
 def make_parallel(
@@ -311,22 +379,43 @@ def make_parallel(
     for name, parameter in model.named_parameters():
         port = Port("parameter", user_name(name))
         placements = placed_state(plan, mesh, port, parameter)
-        sharded = _distribute(parameter.detach(), mesh, placements)
+        sharded = distributed(parameter.detach(), mesh, placements)
         memo[id(parameter)] = torch.nn.Parameter(sharded, parameter.requires_grad)
     for name, buffer in model.named_buffers():
         placements = placed_state(plan, mesh, Port("buffer", user_name(name)), buffer)
-        memo[id(buffer)] = _distribute(buffer.detach(), mesh, placements)
+        memo[id(buffer)] = distributed(buffer.detach(), mesh, placements)
     parallel = copy.deepcopy(model, memo)
+    takes_whole_tensors(parallel)
     base = type(parallel)
 
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return runners(self, args, kwargs)
+    form, types = runners.first.output_form, runners.first.calling.output_types
+    as_it_is = torch.compiler.disable(runners.__call__, reason=REASON)
 
-    members = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and compiled_by_ours() and self._autop_ac_guard:
+            flat = list(self._autop_ac_node(args, kwargs))
+            return closed(pytree.tree_unflatten(flat, form), iter(types))
+        return as_it_is(self, args, kwargs)
+
+    def own_node(self: Any) -> None:
+        self._autop_ac_node = as_one_node(self, runners.opened, runners.fakes)
+        self._autop_ac_guard = uuid.uuid4().hex  # Dynamo compares text, and not functions
+
+    def set_state(self: Any, state: dict[str, Any]) -> None:
+        base.__setstate__(self, state)  # of a copy: its node is another
+        own_node(self)
+
+    members = {
+        "forward": forward,
+        "__setstate__": set_state,
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+    }
     init = getattr(base, "init_weights", None)
     if callable(init):
-        members["init_weights"] = _as_on_one_device(init)
+        members["init_weights"] = as_on_one_device(init)
     parallel.__class__ = type(f"Parallel{base.__name__}", (base,), members)
+    own_node(parallel)
     return parallel
 
 
@@ -341,43 +430,3 @@ def placed_state(
         return plan.parameters[port.name]
     whole = port.kind == "buffer" or not tensor.dim() or tensor.shape[0] % mesh.size()
     return tuple(Replicate() if whole else Shard(0) for _ in range(mesh.ndim))
-
-
-def _distribute(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
-    if tensor.device.type != "meta":
-        # a copy: a replicated tensor would be the model's own, and other ranks are written rank 0's into
-        given = tensor.to(mesh.device_type).clone(memory_format=torch.contiguous_format)
-        return distribute_tensor(given, mesh, placements)
-    shape = local_shape(tensor.shape, mesh, placements)
-    local = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=tensor.size(), stride=tensor.stride()
-    )
-
-
-def _as_on_one_device(init: Callable[..., Any]) -> Callable[..., Any]:
-    def init_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _GlobalRandom():
-            return init(self, *args, **kwargs)
-
-    init_weights.__doc__ = init.__doc__
-    return init_weights
-
-
-class _GlobalRandom(torch.utils._python_dispatch.TorchDispatchMode):  # noqa: TID251
-    """Random writes into a DTensor draw the whole tensor and keep this rank's part.
-
-    So an initialisation under one seed gives the weights it gives on a single device, and ranks agree
-    on what they share. One parameter at a time is whole in memory.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        target = args[0] if args else None
-        seeded = torch.Tag.nondeterministic_seeded in func.tags
-        if not (seeded and isinstance(target, DTensor) and func._schema.is_mutable):
-            return func(*args, **(kwargs or {}))
-        whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        func(whole, *args[1:], **(kwargs or {}))
-        part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=0)
-        target.to_local().copy_(part.to_local())
-        return target

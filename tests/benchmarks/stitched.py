@@ -30,7 +30,8 @@ def _traced_block(config: LlamaConfig, mode: FakeTensorMode):
         table = torch.empty(config.sequence, half)
         names = [name for name, _ in block.named_parameters()]
         weights = [
-            torch.empty(p.shape, dtype=torch.bfloat16, requires_grad=True) for p in block.parameters()
+            torch.empty(p.shape, dtype=torch.bfloat16, requires_grad=True)
+            for p in block.parameters()
         ]
 
         def step(x, tangent, cos, sin, *weights):

@@ -1,0 +1,139 @@
+"""Gathers of parameters issued ahead of the computation that waits for them.
+
+A gather takes time that its own device need not spend: it is started, and waited for where its first
+reader stands. In graph order both stand side by side, and nothing is gained. Here a gather is started as
+soon as the one before it has been waited for, or earlier, while the bytes in flight (started and not
+waited for yet) stay within a bound: at most so many bytes are alive that were not before. One that is
+larger than the bound stays where it is. A gather of a gather (two mesh axes) is not moved: its start
+would wait for the first. Likewise reduce-scatters are waited for one reduce-scatter later.
+
+Linear in values and edges, but for chains in front of a gather, which are walked once for each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from .facts import Facts
+
+
+def issue_ahead(facts: Facts, order: Sequence[int], limit_bytes: int) -> tuple[int, ...]:
+    """`order` with the starts of parameter gathers, and what leads to them, moved to the front.
+
+    Args:
+        order: values of one graph, in an order that computes inputs first.
+        limit_bytes: of what is gathered ahead, with what leads to it.
+    """
+    values = facts.values
+    there = set(order)
+    waiting: deque[tuple[int, tuple[int, ...], int]] = deque()
+    taken: set[int] = set()
+    for i in order:
+        if not (values[i].collective.startswith("all_gather") and values[i].parameter):
+            continue
+        chain = _chain(facts, i, there)
+        if chain is not None and taken.isdisjoint(chain):
+            size = sum(facts.storage_bytes[s] for c in chain for s in set(values[c].storages))
+            if size <= limit_bytes:
+                waiting.append((i, chain, size))
+                taken.update(chain)
+    if not waiting:
+        return tuple(order)
+    start_of = {c: gather for gather, chain, _ in waiting for c in chain}
+    sizes = {gather: size for gather, _, size in waiting}
+    made: list[int] = []
+    done: set[int] = set()
+    in_flight: dict[int, int] = {}
+
+    def issue(room: int) -> None:
+        while waiting:
+            gather, chain, size = waiting[0]
+            if gather in done:
+                waiting.popleft()
+                continue
+            if sum(in_flight.values()) + size > room:
+                return
+            waiting.popleft()
+            made.extend(chain)
+            done.update(chain)
+            in_flight[gather] = size
+
+    issue(limit_bytes)
+    for i in order:
+        if i in done:
+            continue
+        if i in start_of:  # there was no room to issue it before
+            gather = start_of[i]
+            chain = next(c for g, c, _ in waiting if g == gather)
+            made.extend(chain)
+            done.update(chain)
+            in_flight[gather] = sizes[gather]
+            continue
+        if _is_wait(facts, i):
+            for gather in _waited(facts, i):
+                if in_flight.pop(gather, None) is not None:
+                    issue(limit_bytes)
+        made.append(i)
+        done.add(i)
+    return tuple(made)
+
+
+def wait_late(facts: Facts, order: Sequence[int]) -> tuple[int, ...]:
+    """`order` with the waits of reduce-scatters, and what follows them, one reduce-scatter later."""
+    values = facts.values
+    made: list[int] = []
+    late: list[int] = []
+    behind: set[int] = set()  # what is computed from a reduce-scatter that is not waited for
+    for i in order:
+        value = values[i]
+        scatter = value.collective.startswith("reduce_scatter") and bool(value.parameter)
+        if behind.isdisjoint(value.inputs):
+            if scatter:
+                made.append(i)
+                made.extend(late)
+                late, behind = [], {i}
+                continue
+            made.append(i)
+        elif scatter:  # of a reduce-scatter: what it reads must come first
+            made.extend(late)
+            made.append(i)
+            late, behind = [], {i}
+        elif value.op == "getitem":  # of several at once
+            made.append(i)
+            behind.add(i)
+        elif len(value.inputs) == 1:
+            late.append(i)
+            behind.add(i)
+        else:
+            made.extend(late)
+            made.append(i)
+            late, behind = [], set()
+    return (*made, *late)
+
+
+def _is_wait(facts: Facts, index: int) -> bool:
+    return facts.values[index].op.endswith("wait_tensor.default")
+
+
+def _waited(facts: Facts, wait: int) -> tuple[int, ...]:
+    (source, *_) = facts.values[wait].inputs
+    if facts.values[source].op == "getitem":
+        (source, *_) = facts.values[source].inputs
+    return (source,)
+
+
+def _chain(facts: Facts, gather: int, there: set[int]) -> tuple[int, ...] | None:
+    """What leads to a gather in this graph, and it; None if a wait, or what must not move, is there."""
+    found = {gather}
+    work = list(facts.values[gather].inputs)
+    while work:
+        i = work.pop()
+        if i in found or i not in there:
+            continue
+        value = facts.values[i]
+        if value.random or value.effectful or value.side != "forward" or _is_wait(facts, i):
+            return None
+        found.add(i)
+        work.extend(value.inputs)
+    return tuple(sorted(found))

@@ -296,7 +296,8 @@ class AutoParallel:
         """Search the placement of every tensor that takes least time within the constraints.
 
         Args:
-            verbose: log the plan, as a table, at level INFO of the logger "autop_ac" (else DEBUG).
+            verbose: log the plan, as a table, at level INFO of the logger "autop_ac" (else DEBUG), and
+                what sharding parameters along each mesh axis saves, for which the search runs once more per axis.
 
         Raises:
             InfeasibleError: no plan satisfies the constraints; they are named.
@@ -305,7 +306,9 @@ class AutoParallel:
         settings, constraints = self._settings(), self._constraints
         plan = settings.search(joint, constraints)
         plan = dataclasses.replace(plan, explainer=settings.explainer(joint, constraints))
-        log.log(logging.INFO if verbose else logging.DEBUG, "%s", plan)
+        log.log(logging.INFO if verbose else logging.DEBUG, "%s", plan_table(plan))
+        if verbose and log.isEnabledFor(logging.INFO):
+            log.info("%s", plan.explain())
         artifact("sharding_plan", lambda: plan_table(plan))
         self._plan, self._report, self._applied = plan, None, False
         return plan
@@ -333,7 +336,16 @@ class AutoParallel:
                 f"fingerprint is {plan.fingerprint[:12]}, and this one's {fingerprint(joint)[:12]}. Take "
                 "one from optimize_placement of this object"
             )
-        computed = {n.name for n in joint.module.graph.nodes if n.target is not operator.getitem}
+        computed = {
+            n.name
+            for n in joint.module.graph.nodes
+            if n.target is not operator.getitem
+            # the inner graph of a higher-order operator has no placement
+            and not (
+                n.op == "get_attr"
+                and isinstance(getattr(joint.module, str(n.target), None), torch.nn.Module)
+            )
+        }
         if missing := sorted(computed - set(plan.choices)):
             raise UsageError(
                 f"the plan is for another model: it has no placement for {len(missing)} nodes of this "

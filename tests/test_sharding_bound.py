@@ -18,6 +18,7 @@ from autop_ac.sharding.bound import lower_bound
 from autop_ac.sharding.costs import RedistributionCosts
 from autop_ac.sharding.formulation import Edge, Limit, Problem, Stream, Value, evaluate
 from autop_ac.sharding.layout import local_bytes
+from autop_ac.sharding.linear import linear_bound
 from autop_ac.sharding.optimise import optimise
 from autop_ac.sharding.option import Option
 
@@ -99,9 +100,13 @@ def choices(problem):
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(problems())
-def test_no_choice_is_below_its_bounds(problem):
-    bound = lower_bound(problem)
+@given(problems(), st.sampled_from([None, 0.0, 0.3, 1.0, "linear"]))
+def test_no_choice_is_below_its_bounds(problem, way):
+    if way == "linear":
+        bound = linear_bound(problem, time_limit_s=10.0).bound
+    else:
+        weights = None if way is None else [way] * len(problem.streams)
+        bound = lower_bound(problem, weights)
     for chosen, seconds in choices(problem):
         slack = seconds + 1e-6
         assert bound.total_s <= slack
@@ -113,8 +118,22 @@ def test_no_choice_is_below_its_bounds(problem):
             assert table[edge.sources.index(p), edge.targets.index(q)] <= slack
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(problems(), st.sampled_from([1, 10_000]))
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(problems())
+def test_the_linear_bound_says_where_nothing_is_possible_and_how_much_of_streams_counts(problem):
+    linear = linear_bound(problem, time_limit_s=10.0)
+    best = min((seconds for _, seconds in choices(problem)), default=math.inf)
+    assert linear.bound.total_s <= best + 1e-6
+    assert len(linear.weights) == len(problem.streams)
+    assert all(0 <= weight <= 1 for weight in linear.weights)
+    if math.isfinite(best) and all(limit.high is None for limit in problem.limits):
+        # without a limit on memory, messages with these weights are a relaxation of the same program
+        messages = lower_bound(problem, linear.weights)
+        assert messages.total_s <= linear.bound.total_s * (1 + 1e-6) + 1e-6
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(problems(), st.sampled_from([1, 1, 1, 10_000]))
 def test_the_optimiser_finds_what_brute_force_finds(problem, small):
     before = optimise_module._SMALL
     optimise_module._SMALL = small  # 1: through the bound; 10,000: straight to the solver

@@ -1,6 +1,7 @@
 """Plans explain themselves, are compared, saved and read back."""
 
 import json
+import logging
 import pickle
 
 import pytest
@@ -64,15 +65,28 @@ def test_a_module_is_explained_node_by_node_and_an_impossible_placement_says_why
         plan.explain("upp")
 
 
-def test_the_overview_says_what_sharding_along_an_axis_saves():
+def test_the_overview_says_what_sharding_along_an_axis_saves_and_is_logged(caplog):
     with opened(hidden=4096) as ap:
         ap.add_parameter_memory_constraint(0.0, 0.3)
-        overview = ap.optimize_placement().explain()
+        with caplog.at_level(logging.INFO, logger="autop_ac"):
+            overview = ap.optimize_placement(verbose=True).explain()
     (axis,) = overview.axes
     whole = 4 * 4 * (2 * 32 * 4096 + 4096 + 32)  # parameter, gradient, two of AdamW, float32
     assert axis.sharded >= 2 and axis.devices == 4
     assert 0.65 * whole <= axis.state_bytes <= 0.76 * whole
     assert "parameters are sharded along it" in str(overview)
+    logged = [record.getMessage() for record in caplog.records]
+    assert str(overview) in logged and any(text.startswith("Sharding plan") for text in logged)
+
+
+def test_the_overview_says_where_constraints_leave_no_plan_with_parameters_whole():
+    with opened() as ap:
+        ports = ap._joint.placeholders
+        name = next(n for n in ports if ports[n].name == "up.weight")
+        ap.sharding_optimizer.add_node_constraint(name, (S0,))
+        (axis,) = ap.optimize_placement().explain().axes
+    assert axis.time_s is None and axis.sharded >= 1
+    assert str(axis).endswith("the constraints leave no plan without that")
 
 
 def test_plans_differ_where_they_were_made_to(planned):

@@ -15,8 +15,8 @@ never lowers the bound, except where splits are shifted towards the readers that
 choice read off the messages. Memory limits are left out: a choice that breaks them may lie below.
 
 What a stream hides is relaxed too: in place of max(0, moves - computation) stands a weight in [0, 1] times
-the difference, which is never more, and which leaves a sum as above. A few weights are tried, and of all bounds the highest
-holds.
+the difference, which is never more, and which leaves a sum as above. Good weights are the dual values of
+the streams' rows in the linear program of a part of the problem (`linear`).
 
 One sweep takes time linear in the entries of the edges' tables; deterministic. Weakness: the bound
 need not reach that of the linear program.
@@ -24,7 +24,6 @@ need not reach that of the linear program.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,8 +37,6 @@ from .plan import Placements
 Array = np.ndarray
 _BIG = 1e5  # seconds; stands for a forbidden move
 _ROUNDS = 60  # of two sweeps and a new split
-_WEIGHTS = (0.0, 0.5, 1.0)  # of streams, tried for each side
-_TRIAL_ROUNDS = 3  # of each try
 _BLEND, _LAST_BLEND = 0.5, 0.02  # of the new split into the old, at first and at last
 _SHARPNESS = 3.0  # of the split: a reader for which a move costs 1/3 of its price more counts 1/e
 _SHARPER = 1.3  # from round to round, as the messages settle
@@ -100,25 +97,27 @@ class _Pair:
         return (self.table - (other[None, :] if side == 0 else other[:, None])).min(1 - side)
 
 
-def lower_bound(problem: Problem) -> Bound:
-    """See the module's text; for a problem with streams, the best of a few relaxations of it."""
-    if not problem.streams:
-        return _Messages(problem).run(_ROUNDS)
-    tried = []
-    for per_side in itertools.product(_WEIGHTS, repeat=2):
-        weights = [per_side[stream.side] for stream in problem.streams]
-        tried.append((_Messages(relaxed(problem, weights)).run(_TRIAL_ROUNDS), weights))
-    best = max(tried, key=lambda t: t[0].total_s)[1]
-    found = [_Messages(relaxed(problem, best)).run(_ROUNDS), *(bound for bound, _ in tried)]
+def lower_bound(
+    problem: Problem, weights: Sequence[float] | None = None, rounds: int = _ROUNDS
+) -> Bound:
+    """See the module's text.
+
+    Args:
+        weights: in [0, 1], one per stream; None: 1/2 each.
+        rounds: of two sweeps and a new split, at most.
+    """
+    if problem.streams:
+        problem = relaxed(problem, weights or [0.5] * len(problem.streams))
+    return _Messages(problem).run(rounds)
+
+
+def highest(first: Bound, second: Bound) -> Bound:
+    """The better of two bounds of one problem, for each option and move."""
     return Bound(
-        max(b.total_s for b in found),
-        tuple(map(_highest, zip(*(b.option_s for b in found), strict=True))),
-        tuple(map(_highest, zip(*(b.move_s for b in found), strict=True))),
+        max(first.total_s, second.total_s),
+        tuple(map(np.maximum, first.option_s, second.option_s)),
+        tuple(map(np.maximum, first.move_s, second.move_s)),
     )
-
-
-def _highest(arrays: Sequence[Array]) -> Array:
-    return np.maximum.reduce(list(arrays))
 
 
 class _Messages:

@@ -101,22 +101,29 @@ class AxisSaving:
         axis, devices: of the mesh.
         sharded: how many parameters are sharded along it.
         state_bytes: that parameters, gradients and the state of AdamW take less on one device.
-        time_s: that a step takes less; below zero where it takes more.
+        time_s: that a step takes less; below zero where it takes more; None where a constraint leaves no
+            plan with parameters whole along the axis.
     """
 
     axis: str
     devices: int
     sharded: int
     state_bytes: int
-    time_s: float
+    time_s: float | None
 
     def __str__(self) -> str:
         saved = f"{self.state_bytes / 2**30:.2f} GiB"
-        time = f"{abs(self.time_s) * 1e3:.3f} ms"
-        both = f"saves {saved} and {time}" if self.time_s >= 0 else f"saves {saved}, costs {time}"
         if not self.sharded:
             both = "nothing is sharded along it"
-        return f"{self.axis}={self.devices}: {self.sharded} parameters are sharded along it; {both} a step"
+        elif self.time_s is None:
+            both = "the constraints leave no plan without that"
+        else:
+            time = f"{abs(self.time_s) * 1e3:.3f} ms"
+            both = (
+                f"saves {saved} and {time}" if self.time_s >= 0 else f"saves {saved}, costs {time}"
+            )
+            both += " a step"
+        return f"{self.axis}={self.devices}: {self.sharded} parameters are sharded along it; {both}"
 
 
 @dataclass(frozen=True)
@@ -176,15 +183,24 @@ class Explainer:
         axes = []
         for axis, (name, devices) in enumerate(zip(plan.axis_names, plan.mesh_shape, strict=True)):
             sharded = sum(p[axis].is_shard() for p in plan.parameters.values())
-            other = plan
+            other: ShardingPlan | None = plan
             if sharded:
                 unbounded = {"parameter_high": None, "parameter_low": None, "state_bytes": 1 << 62}
                 whole = replace(self.constraints, whole_on=(axis,), **unbounded)  # type: ignore[arg-type]
-                other = self.again(whole)
+                other = self._again_or_none(whole)
+            if other is None:
+                axes.append(AxisSaving(name, devices, sharded, 0, None))
+                continue
             saved = self._state_bytes(other) - self._state_bytes(plan)
             time_s = other.objective_s - plan.objective_s
             axes.append(AxisSaving(name, devices, sharded, saved, time_s))
         return Overview(tuple(axes))
+
+    def _again_or_none(self, constraints: Constraints) -> ShardingPlan | None:
+        try:
+            return self.again(constraints)
+        except (InfeasibleError, ConfigError):  # a parameter is held there, by node or module
+            return None
 
     def _state_bytes(self, plan: ShardingPlan) -> int:
         """Bytes of parameters, gradients and two copies of each, on one device."""

@@ -1,31 +1,50 @@
-"""The cheapest choice, by a bound that rules most options out and a solver for the few that are left.
+"""The cheapest choice, by bounds that rule most options out and a solver for the few that are left.
 
 1. Options that put the memory limit out of reach are dropped (`presolve.within_memory`).
-2. What every choice with a given option, or a given move, costs at least comes from `bound`.
-3. The solver gets the options and moves whose bound is at most a threshold: a choice with any other
-   costs more than the threshold. So the best choice of all costs at least the smaller of the threshold
-   and the solver's own lower bound, and the gap that is reported is the distance to that.
-4. Where that leaves too large a gap, the threshold goes up to the cost of the choice found, above which
-   nothing can be better, and the solver runs once more.
+2. What every choice with a given option, or a given move, costs at least comes from messages between
+   groups (`bound`), with a guess of what is hidden. The solver gets the options and moves of the lowest
+   bounds, and finds a first choice; the linear program of the same tells how much of what is hidden
+   counts, and messages with that give a better bound.
+3. Nothing with a bound above the cost of the choice found, less the gap, can be better by more than the
+   gap. For what is below, the linear program gives bounds that are closer (`linear`), which leave few
+   options: among the lowest of them the solver finds a better choice, and all that are below the cost of
+   that are solved last.
 
-Small problems go to the solver as they are.
+The gap that is reached is the distance from the choice to the least cost that any other may have: the
+solver's own lower bound, or the threshold above which things were ruled out. Small problems go to the
+solver as they are.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .bound import Bound, lower_bound
+from .bound import Bound, highest, lower_bound
 from .formulation import Problem, evaluate
+from .linear import Linear, linear_bound
 from .presolve import restrict, within_memory
-from .solve import solve
+from .solve import OutOfTimeError, solve
 
 _SMALL = 8_000  # variables that the solver takes as they are
-_ENOUGH = 30_000  # variables that the first threshold may leave
-_LARGE = 400_000  # more variables than this are not handed to the solver a second time
+_FIRST = 10_000  # variables among which a first choice is looked for
+_LARGE = 400_000  # more variables than this are not handed to the solver for a proof
+_ROUGH_ROUNDS = 10  # of messages before weights are known
+
+Numbers = Sequence[np.ndarray]  # per group those of its options that are kept
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A choice, what it costs and what every choice costs at least."""
+
+    chosen: tuple[int, ...]
+    seconds: float
+    lowest_s: float
 
 
 def optimise(
@@ -48,39 +67,112 @@ def optimise(
     if problem.variables <= _SMALL:
         found = solve(problem, time_limit_s=time_limit_s, gap=gap)
         return None if found is None else (_among(numbers, found[0]), found[1])
-    bound = lower_bound(problem)
-    threshold = _first_threshold(bound, gap)
-    best: tuple[float, tuple[int, ...], float] | None = None  # seconds, choice, gap
-    while True:
-        narrow, kept = _below(problem, bound, threshold)
-        everything = narrow.variables == problem.variables
-        left_s = max(1.0, deadline - time.monotonic())
-        found = solve(narrow, time_limit_s=left_s, gap=gap)
-        if found is not None:
-            chosen = _among(kept, found[0])
-            seconds = evaluate(problem, chosen)
-            below = seconds * (1 - found[1])
-            lowest = below if everything else min(threshold, below)
-            reached = max(0.0, 1 - lowest / seconds) if seconds > 0 else 0.0
-            if best is None or seconds <= best[0]:
-                best = (seconds, chosen, reached)
-            if reached <= gap:
-                break
-            raised = seconds * (1 - gap)  # a threshold that proves it good enough
-        elif everything:
-            return None
-        else:
-            raised = bound.total_s + 4 * (threshold - bound.total_s)
-        wider = _below(problem, bound, raised)[0].variables
-        late = best is not None and (time.monotonic() >= deadline or wider > _LARGE)
-        if late or raised <= threshold:
+    best = _by_bounds(problem, gap, deadline)
+    if best is None:
+        return None
+    reached = 1 - best.lowest_s / best.seconds if best.seconds > 0 else 0.0
+    return _among(numbers, best.chosen), max(0.0, reached)
+
+
+def _by_bounds(problem: Problem, gap: float, deadline: float) -> _Found | None:
+    bound = lower_bound(problem, rounds=_ROUGH_ROUNDS)
+    few, threshold = _FIRST, bound.total_s * (1 + max(gap, 1e-6))
+    threshold = max(_needed(bound), min(threshold, _level(bound, few)))
+    while True:  # up to the first choice
+        part = _part(problem, bound, threshold, deadline)
+        best = _quick(problem, part, gap, deadline)
+        if best is None:
+            best = _solved(problem, part, math.inf, gap, deadline)
+        if best is not None:
             break
-        threshold = raised
-    assert best is not None
-    return _among(numbers, best[1]), best[2]
+        if math.isinf(part.limit):
+            return None
+        few = 2 * few
+        threshold = max(bound.total_s + 4 * (threshold - bound.total_s), _level(bound, few))
+    weights = part.linear.weights if part.linear is not None else None
+    bound = highest(bound, lower_bound(problem, weights))
+    best = replace(best, lowest_s=max(best.lowest_s, bound.total_s))
+    return best if _is_near(best, gap) else _improved(problem, bound, best, gap, deadline)
 
 
-def _among(numbers: Sequence[np.ndarray], chosen: Sequence[int]) -> tuple[int, ...]:
+def _improved(problem: Problem, bound: Bound, best: _Found, gap: float, deadline: float) -> _Found:
+    """A choice better by more than the gap, or the proof that there is none, as far as time allows."""
+    if _below(problem, bound, best.seconds * (1 - gap))[0].variables > _LARGE:
+        return best
+    try:
+        part = _part(problem, bound, best.seconds * (1 - gap), deadline)
+        best = _better(best, _quick(problem, part, gap, deadline))
+        limit = best.seconds * (1 - gap)
+        found = _solved(problem, part, limit, gap, deadline)
+        if found is None:
+            return replace(best, lowest_s=max(best.lowest_s, limit))
+        return _better(best, found)
+    except OutOfTimeError:
+        return best  # with the gap that is proved
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The problem with the options `kept` alone: all with which a choice may cost at most `limit`."""
+
+    problem: Problem
+    kept: Numbers
+    limit: float
+    linear: Linear | None  # None where time ran out
+
+
+def _part(problem: Problem, bound: Bound, limit: float, deadline: float) -> _Part:
+    narrow, kept = _below(problem, bound, limit)
+    if narrow.variables == problem.variables:
+        limit = math.inf
+    return _Part(narrow, kept, limit, linear_bound(narrow, time_limit_s=_left_s(deadline)))
+
+
+def _quick(problem: Problem, part: _Part, gap: float, deadline: float) -> _Found | None:
+    """The best choice among the few options of the lowest linear bounds; None where there is none."""
+    if part.linear is None:
+        return None
+    found = _solved(problem, part, _needed(part.linear.bound), gap, deadline)
+    if found is None:
+        return None
+    lowest_s = min(part.limit, part.linear.bound.total_s)
+    return replace(found, lowest_s=max(found.lowest_s, lowest_s))
+
+
+def _solved(
+    problem: Problem, part: _Part, limit: float, gap: float, deadline: float
+) -> _Found | None:
+    """The best choice of a part without what its linear bound puts above `limit`; None for none."""
+    narrow, kept = part.problem, part.kept
+    if part.linear is not None:
+        if math.isinf(part.linear.bound.total_s):
+            return None
+        narrow, among = _below(narrow, part.linear.bound, limit)
+        kept = [n[k] for n, k in zip(kept, among, strict=True)]
+    found = solve(narrow, time_limit_s=_left_s(deadline), gap=gap)
+    if found is None:
+        return None
+    chosen = _among(kept, found[0])
+    seconds = evaluate(problem, chosen)
+    return _Found(chosen, seconds, min(limit, part.limit, seconds * (1 - found[1])))
+
+
+def _better(one: _Found, other: _Found | None) -> _Found:
+    if other is None:
+        return one
+    cheaper = min(one, other, key=lambda found: found.seconds)
+    return replace(cheaper, lowest_s=max(one.lowest_s, other.lowest_s))
+
+
+def _is_near(found: _Found, gap: float) -> bool:
+    return found.lowest_s >= found.seconds * (1 - gap)
+
+
+def _left_s(deadline: float) -> float:
+    return max(1.0, deadline - time.monotonic())
+
+
+def _among(numbers: Numbers, chosen: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(n[i]) for n, i in zip(numbers, chosen, strict=True))
 
 
@@ -91,9 +183,13 @@ def _below(problem: Problem, bound: Bound, threshold: float) -> tuple[Problem, l
     return restrict(problem, kept, [s <= limit for s in bound.move_s]), kept
 
 
-def _first_threshold(bound: Bound, gap: float) -> float:
-    """As high as is good enough or leaves few variables, and always one option of each group."""
+def _needed(bound: Bound) -> float:
+    """The least threshold that leaves an option to each group."""
+    return max(float(s.min()) for s in bound.option_s)
+
+
+def _level(bound: Bound, few: int) -> float:
+    """A threshold that leaves about `few` options and moves."""
     levels = np.sort(np.concatenate([*bound.option_s, *(m.ravel() for m in bound.move_s)]))
-    needed = max(float(s.min()) for s in bound.option_s)
-    few = float(levels[min(_ENOUGH, len(levels)) - 1])
-    return max(needed, min(few, bound.total_s * (1 + max(gap, 1e-6))))
+    levels = levels[np.isfinite(levels)]
+    return float(levels[min(few, len(levels)) - 1])

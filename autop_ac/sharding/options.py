@@ -201,6 +201,12 @@ class OptionFinder:
             f"no sharding rule for {node.target} ({line}): its inputs and outputs are replicated on "
             "every device"
         )
+        if str(node.target).startswith("_c10d_functional."):
+            text = (
+                f"communication written by hand ({node.target}, {line}): the plan places whole tensors and "
+                "runs it on equal copies of them, on every device, so that a sum adds up the copies; "
+                "local_map is not kept. Take the call out: the search adds what the placements need"
+            )
         if text not in self.notes:
             self.notes.append(text)
             warnings.warn(text, UserWarning, stacklevel=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import highspy
@@ -12,13 +13,17 @@ from .formulation import VISIBLE, Edge, Problem, Value
 from .option import given, wanted, whole
 from .plan import Placements
 
-_MICRO = 1e6  # the solver's tolerances suit microseconds
+MICRO = 1e6  # the solver's tolerances suit microseconds
 _INFINITY = highspy.kHighsInf
 _SOLVER: Any = highspy.Highs.__base__  # the class on top of it prints a banner when it is made
 Array = np.ndarray
 
 
-class _Program:
+class OutOfTimeError(SolverError):
+    """The solver stopped at its limit without a choice and without a proof that there is none."""
+
+
+class Program:
     """Columns and rows as they are added, all at once where there are many."""
 
     def __init__(self) -> None:
@@ -58,6 +63,37 @@ class _Program:
         return starts.astype(np.int32), columns[order].astype(np.int32), values[order]
 
 
+@dataclass(frozen=True, eq=False)
+class Written:
+    """The program of a problem.
+
+    Attributes:
+        program: columns and rows.
+        x: per group the columns of its options.
+        y: per edge the column of each [source, target], -1 where the move is forbidden.
+        z: per value with several readers (by its number) the column of each (source, target).
+        beside: per stream its row.
+    """
+
+    program: Program
+    x: list[Array]
+    y: list[Array]
+    z: dict[int, dict[tuple[int, Placements], int]]
+    beside: list[Array]
+
+
+def write(problem: Problem) -> Written:
+    """The program of `formulation`; each group has options."""
+    program = Program()
+    x = _choose_one(program, problem)
+    beside = _streams(program, problem, x)
+    y = _flows(program, problem, x, beside)
+    z = _moves(program, problem, y, beside)
+    _ties(program, problem, x)
+    _limits(program, problem, x)
+    return Written(program, x, y, z, beside)
+
+
 def solve(
     problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.001
 ) -> tuple[tuple[int, ...], float] | None:
@@ -68,19 +104,13 @@ def solve(
     """
     if any(not options for options in problem.options):
         return None
-    program = _Program()
-    x = _choose_one(program, problem)
-    beside = _streams(program, problem, x)
-    y = _flows(program, problem, x, beside)
-    _moves(program, problem, y, beside)
-    _ties(program, problem, x)
-    _limits(program, problem, x)
-    found = _run(program, time_limit_s, gap)
+    written = write(problem)
+    found = _run(written.program, time_limit_s, gap)
     if found is None:
         return None
     values, reached = found
     chosen = []
-    for name, columns in zip(problem.names, x, strict=True):
+    for name, columns in zip(problem.names, written.x, strict=True):
         ones = np.flatnonzero(np.round(values[columns]) == 1)
         if len(ones) != 1:
             raise SolverError(f"the solver gave {len(ones)} options for {name} where one is needed")
@@ -88,17 +118,17 @@ def solve(
     return tuple(chosen), reached
 
 
-def _choose_one(program: _Program, problem: Problem) -> list[Array]:
+def _choose_one(program: Program, problem: Problem) -> list[Array]:
     x = []
     for seconds, count in zip(problem.option_s, problem.counts, strict=True):
-        columns = program.add_columns(np.array(seconds) * (count * _MICRO))
+        columns = program.add_columns(np.array(seconds) * (count * MICRO))
         program.set(program.add_rows(1, 1.0, 1.0), columns, 1.0)
         x.append(columns)
     program.integers = program.columns
     return x
 
 
-def _streams(program: _Program, problem: Problem, x: list[Array]) -> list[Array]:
+def _streams(program: Program, problem: Problem, x: list[Array]) -> list[Array]:
     """Rows of the streams, to which moves are still to be added; none where nothing is hidden."""
     rows = []
     for stream in problem.streams:
@@ -107,7 +137,7 @@ def _streams(program: _Program, problem: Problem, x: list[Array]) -> list[Array]
         program.set(row, rest, -1.0)
         for group, count in stream.computing:
             computing = np.array([o.compute_s for o in problem.options[group]])
-            program.set(row, x[group], -computing * (count * _MICRO))
+            program.set(row, x[group], -computing * (count * MICRO))
         rows.append(row)
     return rows
 
@@ -118,7 +148,7 @@ def _share(value: Value, beside: list[Array]) -> float:
     return value.count * value.weight * (VISIBLE if hidden else 1.0)
 
 
-def _flows(program: _Program, problem: Problem, x: list[Array], beside: list[Array]) -> list[Array]:
+def _flows(program: Program, problem: Problem, x: list[Array], beside: list[Array]) -> list[Array]:
     """Columns by [source, target] of each edge, -1 where the move is forbidden."""
     alone: dict[int, list[Value]] = {}  # values of which the edge is the only reader
     for value in problem.values:
@@ -129,7 +159,7 @@ def _flows(program: _Program, problem: Problem, x: list[Array], beside: list[Arr
         p, q = np.nonzero(np.isfinite(edge.seconds))
         values = alone.get(number, [])
         share = sum(_share(value, beside) for value in values)
-        columns = program.add_columns(edge.seconds[p, q] * (share * _MICRO))
+        columns = program.add_columns(edge.seconds[p, q] * (share * MICRO))
         _run_beside(program, values, beside, columns, edge.seconds[p, q])
         gives, wants = ends(problem, edge)
         leaving = program.add_rows(len(edge.sources), 0.0, 0.0)
@@ -154,18 +184,21 @@ def ends(problem: Problem, edge: Edge) -> tuple[Array, Array]:
 
 
 def _run_beside(
-    program: _Program, values: list[Value], beside: list[Array], columns: Array, seconds: Array
+    program: Program, values: list[Value], beside: list[Array], columns: Array, seconds: Array
 ) -> None:
     """Moves of hidden values in the rows of their streams."""
     for stream, row in enumerate(beside):
         count = sum(v.count * v.weight for v in values if v.stream == stream)
         if count and len(columns):
-            program.set(row, columns, seconds * (count * _MICRO))
+            program.set(row, columns, seconds * (count * MICRO))
 
 
-def _moves(program: _Program, problem: Problem, y: list[Array], beside: list[Array]) -> None:
+def _moves(
+    program: Program, problem: Problem, y: list[Array], beside: list[Array]
+) -> dict[int, dict[tuple[int, Placements], int]]:
     """Moves of values with several readers, which pay once for each target."""
-    for value in problem.values:
+    found = {}
+    for at, value in enumerate(problem.values):
         if len(value.edges) == 1:
             continue
         by_move: dict[tuple[int, Placements], list[int]] = {}
@@ -178,7 +211,7 @@ def _moves(program: _Program, problem: Problem, y: list[Array], beside: list[Arr
                     by_move.setdefault(key, []).append(int(y[number][i, j]))
                     price[key] = float(edge.seconds[i, j])
         prices = np.array(list(price.values()))
-        z = program.add_columns(prices * (_share(value, beside) * _MICRO))
+        z = program.add_columns(prices * (_share(value, beside) * MICRO))
         _run_beside(program, [value], beside, z, prices)
         pairs = [(c, m) for c, moves in zip(z, by_move.values(), strict=True) for m in moves]
         if pairs:
@@ -186,9 +219,11 @@ def _moves(program: _Program, problem: Problem, y: list[Array], beside: list[Arr
             shared, single = np.array(pairs).T
             program.set(rows, shared, 1.0)
             program.set(rows, single, -1.0)
+        found[at] = dict(zip(by_move, map(int, z), strict=True))
+    return found
 
 
-def _ties(program: _Program, problem: Problem, x: list[Array]) -> None:
+def _ties(program: Program, problem: Problem, x: list[Array]) -> None:
     for a, b in problem.ties:
         left = [given(o, 0) for o in problem.options[a]]
         right = [whole(wanted(o, 0)) for o in problem.options[b]]
@@ -198,7 +233,7 @@ def _ties(program: _Program, problem: Problem, x: list[Array]) -> None:
         program.set(rows[[keys[k] for k in right]], x[b], -1.0)
 
 
-def _limits(program: _Program, problem: Problem, x: list[Array]) -> None:
+def _limits(program: Program, problem: Problem, x: list[Array]) -> None:
     for limit in problem.limits:
         if not limit.sizes or (limit.low is None and limit.high is None):
             continue
@@ -212,7 +247,8 @@ def _limits(program: _Program, problem: Problem, x: list[Array]) -> None:
             program.set(row, x[group], np.array(sizes) / unit)
 
 
-def _run(program: _Program, time_limit_s: float, gap: float) -> tuple[Array, float] | None:
+def solver_of(program: Program, time_limit_s: float, *, integers: bool, gap: float = 0.0) -> Any:
+    """HiGHS with the program in it; as a linear program where no column need be integer."""
     columns, rows = program.columns, program.rows
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = columns, rows
@@ -222,9 +258,10 @@ def _run(program: _Program, time_limit_s: float, gap: float) -> tuple[Array, flo
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     lp.a_matrix_.num_col_, lp.a_matrix_.num_row_ = columns, rows
     lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = program.matrix()
-    kinds = [highspy.HighsVarType.kContinuous] * columns
-    kinds[: program.integers] = [highspy.HighsVarType.kInteger] * program.integers
-    lp.integrality_ = kinds
+    if integers:
+        kinds = [highspy.HighsVarType.kContinuous] * columns
+        kinds[: program.integers] = [highspy.HighsVarType.kInteger] * program.integers
+        lp.integrality_ = kinds
     solver = _SOLVER()
     for name, setting in (
         ("output_flag", False),
@@ -235,6 +272,11 @@ def _run(program: _Program, time_limit_s: float, gap: float) -> tuple[Array, flo
     ):
         solver.setOptionValue(name, setting)
     solver.passModel(lp)
+    return solver
+
+
+def _run(program: Program, time_limit_s: float, gap: float) -> tuple[Array, float] | None:
+    solver = solver_of(program, time_limit_s, integers=True, gap=gap)
     solver.run()
     status = solver.getModelStatus()
     info = solver.getInfo()
@@ -252,9 +294,9 @@ def _run(program: _Program, time_limit_s: float, gap: float) -> tuple[Array, flo
         ):
             if feasible:
                 return np.array(solver.getSolution().col_value), float(info.mip_gap)
-            raise SolverError(
+            raise OutOfTimeError(
                 f"the search stopped after {time_limit_s} s without a plan ({status.name}, "
-                f"{columns} variables): allow more time, or fix more placements"
+                f"{program.columns} variables): allow more time, or fix more placements"
             )
         case _:
             raise SolverError(f"HiGHS stopped with status {status.name} and no usable plan")

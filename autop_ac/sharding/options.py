@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.utils import _pytree as pytree
 
 from ..capture.names import source_line
+from ..errors import CaptureError
 from ..graph.cost import node_time_s, tensor_bytes
 from ..graph.devices import DeviceSpec
 from .layout import divides, even_local_shape
@@ -75,7 +76,7 @@ class OptionFinder:
         for size in self.mesh_shape:
             rows = self._axis_rows(node, args, kwargs, key, size)
             if rows is None:
-                self._warn(node)
+                self._without_rule(node)
                 rows = []
             fitting = [
                 r for r in _unique([replicated, *rows]) if _row_divides(r, outputs, tensors, size)
@@ -195,18 +196,18 @@ class OptionFinder:
             self._rows[key, size] = axis_rows(node.target, args, kwargs, outputs_of(node), mesh)
         return self._rows[key, size]
 
-    def _warn(self, node: torch.fx.Node) -> None:
+    def _without_rule(self, node: torch.fx.Node) -> None:
         line = source_line(node.meta.get("stack_trace")) or "an unknown line"
+        if str(node.target).startswith("_c10d_functional."):
+            # on the whole tensors that the graph is about, a sum over devices would add up equal copies
+            raise CaptureError(
+                f"communication written by hand ({node.target}, {line}): the graph is one of whole tensors, "
+                "and local_map is not kept in it. Take the call out: the search adds what placements need"
+            )
         text = (
             f"no sharding rule for {node.target} ({line}): its inputs and outputs are replicated on "
             "every device"
         )
-        if str(node.target).startswith("_c10d_functional."):
-            text = (
-                f"communication written by hand ({node.target}, {line}): the plan places whole tensors and "
-                "runs it on equal copies of them, on every device, so that a sum adds up the copies; "
-                "local_map is not kept. Take the call out: the search adds what the placements need"
-            )
         if text not in self.notes:
             self.notes.append(text)
             warnings.warn(text, UserWarning, stacklevel=2)

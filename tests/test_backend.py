@@ -1,5 +1,6 @@
 """Activation checkpointing of single-device models under `torch.compile`."""
 
+import itertools
 import math
 import warnings
 from fractions import Fraction
@@ -140,6 +141,87 @@ def test_the_mask_of_backward_is_the_one_of_forward(compiler):
     assert 0.3 < (out != 0).float().mean() < 0.7
     model.eval()
     assert torch.allclose(compiled(x), torch.sigmoid(x))
+
+
+class DropsOnes(torch.nn.Module):
+    def forward(self, x):
+        for _ in range(3):
+            x = torch.tanh(F.dropout(x, 0.5)) + x
+        return F.dropout(x, 0.5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"enable": False},
+        {"stage_size": None},
+        {},
+        {"stage_size": 4},
+        {"recompute": ["aten.tanh", "aten.mul"]},
+        {"save": ["aten.tanh"]},
+        *({"memory_budget": part} for part in (1.0, 0.9, 0.8)),
+    ],
+    ids=str,
+)
+def test_dropout_of_ones_has_one_mask_under_every_policy(settings):
+    # of 1 + tanh(2 or 0) the derivative tells which mask it was made with
+    x = torch.ones(64, 8, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*matches", category=UserWarning)
+        out = torch.compile(DropsOnes(), backend=autop_ac.backend(compile="eager", **settings))(x)
+    out.sum().backward()
+    expected = []
+    for mask in _masks(3):  # every way that the three inner masks can fall
+        value, slope = torch.ones(()), torch.ones(())
+        for keeps in mask:
+            inner = torch.tanh(2 * keeps * value)
+            value, slope = inner + value, slope * (1 + (1 - inner**2) * 2 * keeps)
+        expected.append((2 * value, 2 * slope))
+    for given, got in zip(out.detach().flatten(), x.grad.flatten()):
+        if given == 0:
+            assert got == 0
+        else:
+            assert any(
+                torch.allclose(given, v, atol=1e-5) and torch.allclose(got, s, atol=1e-4)
+                for v, s in expected
+            )
+
+
+def _masks(count):
+    return itertools.product((0.0, 1.0), repeat=count)
+
+
+class Routed(torch.nn.Module):
+    """A mixture of experts whose router would choose others if it ran again on other rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = torch.nn.Linear(8, 4, bias=False)
+        self.experts = torch.nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)
+        y = torch.einsum("td,edf->tef", x, self.experts)
+        picked = y.gather(1, chosen[..., None].expand(-1, -1, y.shape[-1]))
+        return torch.sin((picked * weights[..., None]).sum(1))
+
+
+@pytest.mark.parametrize("settings", [{}, {"stage_size": 1}, {"stage_size": "1 MiB"}], ids=str)
+def test_outputs_of_routing_are_kept_unless_a_hint_says_otherwise(settings):
+    def kept(**more):
+        torch.manual_seed(0)
+        model, x = Routed(), torch.randn(16, 8)
+        ac = autop_ac.backend(compile="eager", **settings, **more)
+        model(x).sum().backward()
+        plain = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        torch.compile(model, backend=ac)(x).sum().backward()
+        for p, expected in zip(model.parameters(), plain):
+            assert torch.allclose(p.grad, expected, atol=1e-6)
+        return {v.op for v in ac.ac_report.explain("").saved}
+
+    assert "aten.topk.default" in kept()
+    assert "aten.topk.default" not in kept(rules=["::aten.topk=recompute"])
 
 
 class Mutates(torch.nn.Module):

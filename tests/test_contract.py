@@ -35,13 +35,15 @@ def partitions(monkeypatch):
     return seen
 
 
-def apply(model, shape, ac, backend="eager", **options):
+def apply(model, shape, ac, backend="eager", bucket="1 MiB", **options):
     mesh = fake_mesh(shape)
     batch = (Shard(0), *[Replicate()] * (len(shape) - 1))
     ap = AutoParallel(
         model, lambda: torch.randint(64, (8, CONFIG.context)), mesh, **options
     ).configure_ac(**ac)
-    ap.configure_compile(backend)
+    ap.configure_compile(backend).configure_comm(
+        all_gather_bucket=bucket, reduce_scatter_bucket=bucket
+    )
     with ap:
         ap.add_input_constraints([batch])
         ap.add_output_constraints([batch])
@@ -57,7 +59,13 @@ def gathers(graph):
         for n in graph.graph.nodes
         if n.op == "call_function" and "all_gather" in str(n.target)
     ]
-    return Counter((note["parameter"], note["axis"]) for note in notes if note["parameter"])
+    # one collective may gather several
+    return Counter(
+        (name, note["axis"])
+        for note in notes
+        if note["parameter"]
+        for name in note["parameter"].split(", ")
+    )
 
 
 def notes_of_saved(backward):
@@ -82,15 +90,21 @@ def read_by(graph, gather):
     return readers
 
 
+OFF = {"enable": False}
+
+
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 @pytest.mark.parametrize(
-    "ac", [{"enable": False}, {"stage_size": "auto"}, {"stage_size": None}], ids=str
+    ("ac", "bucket"),
+    # what is computed again brings the whole bucket that one of its parameters is in
+    [(OFF, "1 MiB"), (OFF, None), ({"stage_size": "auto"}, None), ({"stage_size": None}, None)],
+    ids=str,
 )
 def test_backward_gathers_a_parameter_that_it_reads_once_and_keeps_no_gathered_weight(
-    partitions, shape, ac, backend
+    partitions, shape, ac, backend, bucket
 ):
-    apply(HintedGPT(CONFIG), shape, ac, backend)
+    apply(HintedGPT(CONFIG), shape, ac, backend, bucket)
     ((forward, backward),) = partitions
     assert gathers(forward)
     found = gathers(backward)
@@ -101,6 +115,42 @@ def test_backward_gathers_a_parameter_that_it_reads_once_and_keeps_no_gathered_w
     for node in backward.graph.nodes:
         if "all_gather" in str(node.target) and node.meta["custom"]["autop_ac"]["parameter"]:
             assert read_by(backward, node), node
+
+
+class Reshaped(torch.nn.Module):
+    """Two weights of one shape that are cast, permuted and cut before they are used, one of them twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.randn(16, 4, 8))
+        self.second = torch.nn.Parameter(torch.randn(16, 4, 8))
+
+    def forward(self, x):
+        first = self.first.permute(2, 1, 0)[:, :, :12].to(torch.bfloat16).reshape(8, 48)
+        second = self.second.to(torch.bfloat16).permute(1, 2, 0)[..., 2:14].flatten(1)[:, :8]
+        y = torch.tanh(x.to(torch.bfloat16) @ first)
+        return (torch.sin(y[:, :4] @ second) @ second.T).float()
+
+
+@pytest.mark.parametrize(
+    "ac", [{"enable": False}, {}, {"stage_size": None}, {"memory_budget": "1 MiB"}], ids=str
+)
+def test_weights_that_are_cut_and_cast_after_the_gather_are_gathered_once_in_backward(
+    partitions, ac
+):
+    mesh = fake_mesh((4,))
+    ap = AutoParallel(Reshaped(), lambda: torch.randn(32, 8), mesh).configure_ac(**ac)
+    with ap.configure_compile("eager"):
+        ap.add_input_constraints([(Shard(0),)])
+        ap.add_output_constraints([(Shard(0),)])
+        ap.add_parameter_memory_constraint()
+        ap.apply_placement(ap.optimize_placement())
+    ((forward, backward),) = partitions
+    assert {name for name, _ in gathers(forward)} == {"first", "second"}
+    assert set(gathers(forward).values()) == {1}
+    assert set(gathers(backward).values()) <= {1} and gathers(backward)
+    saved = notes_of_saved(backward)
+    assert not [n for n, note in saved.items() if note["parameter"] and not note["origin"]]
 
 
 @pytest.mark.parametrize("ac", [{"enable": False}, {"stage_size": "auto"}], ids=str)

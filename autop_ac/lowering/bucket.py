@@ -3,7 +3,8 @@
 A collective of a few kilobytes takes as long as its latency. Those of one kind and one group, of
 parameters of one block, are put together while their sum stays within the bytes that the user set; one
 of more than half of these stays alone, so that nothing of size is held longer for it. Blocks are not mixed: what is
-gathered together is used together. PyTorch's coalesced collectives take the tensors as they are, so no
+gathered together is used together. Nor are parameters that backward reads as they were gathered and those that
+it does not, which it would otherwise gather for nothing. PyTorch's coalesced collectives take the tensors as they are, so no
 buffer is filled and none emptied, and the numbers are the same to the bit.
 
 The pass runs on the local graph, before its facts are taken: what a bucket holds is in every predicted
@@ -96,7 +97,8 @@ def _members(graph: fx.Graph, local: LocalGraph, kind: Any) -> list[_Member]:
         value = whole.meta["val"]
         name = note["parameter"]
         block = block_of_path(name) or name.rpartition(".")[0]
-        key = (node.args[1:], value.dtype, _depth(node, kind), block)
+        again = kind is _GATHER and _is_read_by_backward(node)
+        key = (node.args[1:], value.dtype, _depth(node, kind), block, again)
         found.append(_Member(node, key, tensor_bytes(value)))
     return found
 
@@ -105,6 +107,18 @@ def _comes_from_a_parameter(node: fx.Node, local: LocalGraph) -> bool:
     """Whether all that leads here comes from one parameter, so that it may be computed earlier."""
     holders = {n.name for n in _ancestors(node) if n.op == "placeholder"}
     return len(holders) == 1 and local.placeholders[holders.pop()].kind == "parameter"
+
+
+def _is_read_by_backward(node: fx.Node) -> bool:
+    """Whether backward itself reads what is gathered, and so gathers it again whatever is recomputed."""
+    work = [node]
+    while work:
+        for user in work.pop().users:
+            if "backward" in str(user.meta.get("partitioner_tag", "")):
+                return True
+            if user.op != "output" and len(user.all_input_nodes) == 1:
+                work.append(user)
+    return False
 
 
 def _goes_out_alone(node: fx.Node) -> bool:

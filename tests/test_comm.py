@@ -294,3 +294,35 @@ def test_no_more_bytes_are_on_their_way_than_the_bound(limit, most):
             on_their_way.discard(facts.values[i].inputs[0])
     # the one that is waited for now was issued ahead too, until it is in use
     assert highest == most
+
+
+def uneven_weights(kept, width):
+    """Parts of three weights, padded where they are smaller than `kept`, cast, gathered and used."""
+    build = strategies._Builder()
+    x = build.add("placeholder", "input", nbytes=5, role="input")
+    for own, full in zip(width, kept, strict=True):
+        part = build.add("placeholder", "input", nbytes=2 * own, role="parameter")
+        part = build.add("prims.convert_element_type.default", "forward", (part,), own)
+        part = build.alias("aten.t.default", "forward", part)
+        if own < full:
+            part = build.add("aten.constant_pad_nd.default", "forward", (part,), full)
+        gather = build.add(
+            "_c10d_functional.all_gather_into_tensor.default", "forward", (part,), 2 * full,
+            collective="all_gather_into_tensor", parameter="weight",
+        )  # fmt: skip
+        wait = build.alias("_c10d_functional.wait_tensor.default", "forward", gather)
+        x = build.add("aten.mm.default", "forward", (x, wait), 5)
+    return Facts(tuple(build.values), (x,), (), tuple(build.storage_bytes))
+
+
+def test_ranks_with_smaller_parts_start_gathers_in_the_same_order():
+    kept = (4, 20, 6)
+    for limit in range(1, 120):
+        orders = []
+        for width in (kept, (2, 11, 3)):
+            facts = replace(uneven_weights(kept, width), prefetch_bytes=limit)
+            run = [facts.values[i] for i in forward_order(facts, ())]
+            orders.append(
+                [(v.bytes, v.op) for v in run if v.collective or v.op == "aten.mm.default"]
+            )
+        assert orders[0] == orders[1], limit

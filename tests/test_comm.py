@@ -326,3 +326,36 @@ def test_ranks_with_smaller_parts_start_gathers_in_the_same_order():
                 [(v.bytes, v.op) for v in run if v.collective or v.op == "aten.mm.default"]
             )
         assert orders[0] == orders[1], limit
+
+
+class TwoWeights(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = torch.nn.Linear(8, 8, bias=False)
+        self.two = torch.nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return self.two(torch.relu(self.one(x)))
+
+
+def test_a_gather_behind_another_one_shares_no_bucket_with_one_in_front():
+    """Also where what the first one gives is cut and put together along another dim."""
+    batch = [(Shard(0), Shard(0))]
+    ap = AutoParallel(
+        torch.nn.Sequential(TwoWeights()), lambda: torch.randn(16, 8), fake_mesh((2, 2))
+    )
+    with ap.configure_compile("eager").configure_ac(stage_size=None):
+        ap.add_input_constraints(batch)
+        ap.add_output_constraints(batch)
+        ap.sharding_optimizer.add_node_constraint("0.one.weight", (Shard(0), Shard(1)))
+        ap.sharding_optimizer.add_node_constraint("0.two.weight", (Shard(0), Replicate()))
+        _keep_weights_whole(ap)
+        ap.apply_placement(ap.optimize_placement())
+    facts = ap.ac_report.basis.facts
+    leads: dict[int, set[int]] = {}  # to each value, the gathers of parameters that lead there
+    for value in facts.values:
+        leads[value.index] = set().union(*(leads[i] for i in value.inputs))
+        if value.collective.startswith("all_gather") and value.parameter:
+            assert len({bool(leads[i]) for i in value.inputs}) == 1, value.parameter
+            leads[value.index].add(value.index)
+    assert any(len(found) > 1 for found in leads.values())

@@ -160,3 +160,21 @@ def test_a_checkpoint_around_it_runs_as_in_eager():
         found.append((out, *torch.autograd.grad(out.sum(), wanted)))
     for expected, got in zip(*found, strict=True):
         torch.testing.assert_close(got, expected)
+
+
+def named(y):
+    return autop_ac.checkpoint_name(y.sin(), "tail").cos()
+
+
+@autop_ac.ac_region()
+def in_region(y):
+    return y.sin().cos()
+
+
+@pytest.mark.parametrize("around", [named, in_region])
+def test_hints_beside_it_are_not_dropped_in_silence(around):
+    parallel, x = parallelized(Net()), torch.randn(2, 8)
+    compiled = torch.compile(lambda x: around(parallel(x)), backend=autop_ac.backend())
+    with pytest.warns(UserWarning, match="the hints beside that call are not read"):
+        got = compiled(x)
+    torch.testing.assert_close(got, parallel(x).sin().cos())

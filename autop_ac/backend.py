@@ -13,7 +13,7 @@ import torch
 
 from . import _torch_compile as private
 from ._torch_trace import artifact
-from .annotate import ReadsHints
+from .annotate import REGION_PREFIX, ReadsHints
 from .capture.joint import Port
 from .capture.trace import differentiate
 from .config import ACConfig, CompileConfig, ac_config
@@ -63,6 +63,13 @@ class ACBackend(ReadsHints):
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Lowered:
         """Compile one graph of Dynamo's; PyTorch calls this."""
         if is_compiled_already(gm):
+            if _has_hints(gm):
+                warnings.warn(
+                    "this graph calls a parallel module, which is compiled already, and runs as it is: the "
+                    "hints beside that call are not read. Compile the code that they stand in by itself",
+                    UserWarning,
+                    stacklevel=2,
+                )
             return gm.forward
         if not _has_backward(gm):
             if self.compile.backend == "eager":
@@ -145,6 +152,14 @@ def autoparallel_backend(
     if isinstance(size, (int, float)) and not isinstance(size, bool):
         size = f"{Decimal(repr(size)):f} GiB"  # exactly as written: 0.1 is a tenth
     return backend(enable=enable_ac, stage_size=size)
+
+
+def _has_hints(gm: torch.fx.GraphModule) -> bool:
+    return any(
+        str(node.target).startswith("autop_ac.mark")
+        or any(key.startswith(REGION_PREFIX) for key in node.meta.get("custom") or {})
+        for node in gm.graph.nodes
+    )
 
 
 def _has_backward(gm: torch.fx.GraphModule) -> bool:

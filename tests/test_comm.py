@@ -294,3 +294,68 @@ def test_no_more_bytes_are_on_their_way_than_the_bound(limit, most):
             on_their_way.discard(facts.values[i].inputs[0])
     # the one that is waited for now was issued ahead too, until it is in use
     assert highest == most
+
+
+def uneven_weights(kept, width):
+    """Parts of three weights, padded where they are smaller than `kept`, cast, gathered and used."""
+    build = strategies._Builder()
+    x = build.add("placeholder", "input", nbytes=5, role="input")
+    for own, full in zip(width, kept, strict=True):
+        part = build.add("placeholder", "input", nbytes=2 * own, role="parameter")
+        part = build.add("prims.convert_element_type.default", "forward", (part,), own)
+        part = build.alias("aten.t.default", "forward", part)
+        if own < full:
+            part = build.add("aten.constant_pad_nd.default", "forward", (part,), full)
+        gather = build.add(
+            "_c10d_functional.all_gather_into_tensor.default", "forward", (part,), 2 * full,
+            collective="all_gather_into_tensor", parameter="weight",
+        )  # fmt: skip
+        wait = build.alias("_c10d_functional.wait_tensor.default", "forward", gather)
+        x = build.add("aten.mm.default", "forward", (x, wait), 5)
+    return Facts(tuple(build.values), (x,), (), tuple(build.storage_bytes))
+
+
+def test_ranks_with_smaller_parts_start_gathers_in_the_same_order():
+    kept = (4, 20, 6)
+    for limit in range(1, 120):
+        orders = []
+        for width in (kept, (2, 11, 3)):
+            facts = replace(uneven_weights(kept, width), prefetch_bytes=limit)
+            run = [facts.values[i] for i in forward_order(facts, ())]
+            orders.append(
+                [(v.bytes, v.op) for v in run if v.collective or v.op == "aten.mm.default"]
+            )
+        assert orders[0] == orders[1], limit
+
+
+class TwoWeights(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = torch.nn.Linear(8, 8, bias=False)
+        self.two = torch.nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return self.two(torch.relu(self.one(x)))
+
+
+def test_a_gather_behind_another_one_shares_no_bucket_with_one_in_front():
+    """Also where what the first one gives is cut and put together along another dim."""
+    batch = [(Shard(0), Shard(0))]
+    ap = AutoParallel(
+        torch.nn.Sequential(TwoWeights()), lambda: torch.randn(16, 8), fake_mesh((2, 2))
+    )
+    with ap.configure_compile("eager").configure_ac(stage_size=None):
+        ap.add_input_constraints(batch)
+        ap.add_output_constraints(batch)
+        ap.sharding_optimizer.add_node_constraint("0.one.weight", (Shard(0), Shard(1)))
+        ap.sharding_optimizer.add_node_constraint("0.two.weight", (Shard(0), Replicate()))
+        _keep_weights_whole(ap)
+        ap.apply_placement(ap.optimize_placement())
+    facts = ap.ac_report.basis.facts
+    leads: dict[int, set[int]] = {}  # to each value, the gathers of parameters that lead there
+    for value in facts.values:
+        leads[value.index] = set().union(*(leads[i] for i in value.inputs))
+        if value.collective.startswith("all_gather") and value.parameter:
+            assert len({bool(leads[i]) for i in value.inputs}) == 1, value.parameter
+            leads[value.index].add(value.index)
+    assert any(len(found) > 1 for found in leads.values())

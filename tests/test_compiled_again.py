@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 import autop_ac
 from autop_ac import AutoParallel, fake_mesh
@@ -143,3 +144,37 @@ def test_dtensor_outputs_are_dtensors_in_the_graph_too():
     out = compiled(x)
     assert isinstance(out, DTensor) and out.shape == (4, 8)
     assert torch.equal(out.to_local(), parallel(x).to_local())
+
+
+def test_a_checkpoint_around_it_runs_as_in_eager():
+    parallel = parallelized(Net(), lambda: torch.randn(4, 8, requires_grad=True))
+    scale, x = torch.nn.Parameter(torch.full((8,), 2.0)), torch.randn(2, 8)
+
+    def forward(x):
+        return checkpoint(lambda z: parallel(z * scale).sin(), x, use_reentrant=False)
+
+    found = []
+    for run in (forward, torch.compile(forward, backend=autop_ac.backend(), fullgraph=True)):
+        out = run(x)
+        wanted = [scale, *parallel.parameters()]
+        found.append((out, *torch.autograd.grad(out.sum(), wanted)))
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def named(y):
+    return autop_ac.checkpoint_name(y.sin(), "tail").cos()
+
+
+@autop_ac.ac_region()
+def in_region(y):
+    return y.sin().cos()
+
+
+@pytest.mark.parametrize("around", [named, in_region])
+def test_hints_beside_it_are_not_dropped_in_silence(around):
+    parallel, x = parallelized(Net()), torch.randn(2, 8)
+    compiled = torch.compile(lambda x: around(parallel(x)), backend=autop_ac.backend())
+    with pytest.warns(UserWarning, match="the hints beside that call are not read"):
+        got = compiled(x)
+    torch.testing.assert_close(got, parallel(x).sin().cos())

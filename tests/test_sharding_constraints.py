@@ -107,6 +107,16 @@ def test_modules_hand_over_what_they_are_told_to():
             ap.optimize_placement()
 
 
+def test_two_module_constraints_that_differ_are_refused():
+    with opened(Stack(), (2,)) as ap:
+        ap.sharding_optimizer.add_module_constraint("layers.*.0", (S1,))
+        ap.sharding_optimizer.add_module_constraint("layers.1.0", (S1,))
+        ap.optimize_placement()
+        ap.sharding_optimizer.add_module_constraint("layers.1.0", (R,))
+        with pytest.raises(ConfigError, match="'layers.1.0': .*another module constraint gives"):
+            ap.optimize_placement()
+
+
 def state_bytes(plan, model, copies):
     """Bytes on one device: the parameter, its gradient, and the optimizer's copies."""
     total = 0

@@ -47,6 +47,7 @@ class Rest(torch.nn.Module):
         a = aten._unsafe_index(y, [None, rows, None, None])
         b = aten._unsafe_index(y, [rows[:, None], None, rows])
         put = aten._unsafe_index_put(y, [rows, rows], y[:4, 0] * 2, True)
+        put = aten._unsafe_index_put(put, [None, rows[:1]], y[:, :1] * 2, True)  # one place alone
         scan = y.cumsum(-2) + y.cumsum(0)
         kept = y.scatter_reduce(2, torch.zeros_like(y, dtype=torch.long), y, "sum")
         return a.sum((1, 2, 3)), b.mean((1, 2)), put, scan, kept @ normed.sum(0)[:4], torch.zeros(8)

@@ -34,7 +34,7 @@ def issue_ahead(facts: Facts, order: Sequence[int], limit_bytes: int) -> tuple[i
             continue
         chain = _chain(facts, i, there)
         if chain is not None and taken.isdisjoint(chain):
-            size = sum(facts.storage_bytes[s] for c in chain for s in set(values[c].storages))
+            size = _bytes_ahead(facts, chain)
             if size <= limit_bytes:
                 waiting.append((i, chain, size))
                 taken.update(chain)
@@ -121,6 +121,22 @@ def _waited(facts: Facts, wait: int) -> tuple[int, ...]:
     if facts.values[source].op == "getitem":
         (source, *_) = facts.values[source].inputs
     return (source,)
+
+
+def _bytes_ahead(facts: Facts, chain: Sequence[int]) -> int:
+    """Bytes of a gather and what leads to it, the same on every rank: those of one that need not pad.
+
+    Ranks with a smaller part of a parameter pad it to that of the others. Were the pad counted beside
+    what it pads, ranks would issue gathers in different orders, and wait for each other.
+    """
+    values = facts.values
+    sizes = {s: facts.storage_bytes[s] for c in chain for s in values[c].storages}
+    for c in chain:
+        if values[c].op.startswith("aten.constant_pad_nd."):
+            padded = sum(sizes.pop(s, 0) for s in values[c].storages)
+            (source, *_) = values[c].inputs
+            sizes.update(dict.fromkeys(sizes.keys() & set(values[source].storages), padded))
+    return sum(sizes.values())
 
 
 def _chain(facts: Facts, gather: int, there: set[int]) -> tuple[int, ...] | None:

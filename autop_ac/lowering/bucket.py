@@ -129,11 +129,19 @@ def _goes_out_alone(node: fx.Node) -> bool:
 
 def _depth(node: fx.Node, kind: Any) -> int:
     """How many collectives of this kind lead to this one."""
-    count, at = 0, node
-    while len(at.all_input_nodes) == 1:
-        at = at.all_input_nodes[0]
-        count += at.target is kind or at.target is _TOGETHER[kind]
+    count, at = 0, _source(node)
+    while at is not None:
+        count += at.target is kind
+        at = _source(at)
     return count
+
+
+def _source(node: fx.Node) -> fx.Node | None:
+    """What a value is made of, alone: of a ``cat`` of pieces, what these were cut from."""
+    reads = node.all_input_nodes
+    if len(reads) > 1:
+        reads = list(dict.fromkeys(n for piece in reads for n in piece.all_input_nodes))
+    return reads[0] if len(reads) == 1 else None
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

@@ -53,5 +53,6 @@ def as_one_node(module: torch.nn.Module, call: Call, fakes: Fakes) -> Callable[.
 
 
 def is_compiled_already(graph: torch.fx.GraphModule) -> bool:
-    """Whether a graph of Dynamo's calls a parallel module."""
-    return any(getattr(node.target, MARK, False) for node in graph.graph.nodes)
+    """Whether a graph of Dynamo's calls a parallel module, itself or in an inner graph (a checkpoint)."""
+    graphs = [g.graph for g in graph.modules() if isinstance(g, torch.fx.GraphModule)]
+    return any(getattr(node.target, MARK, False) for g in graphs for node in g.nodes)

@@ -39,7 +39,11 @@ def fixed_by_modules(
                 while not is_tensor_node(node) and node.args[1] == 0:  # getitem
                     node = node.args[0]
                 if is_tensor_node(node) and outputs_of(node)[0] is not None:
-                    found[node] = placements
+                    if found.setdefault(node, placements) != placements:
+                        raise ConfigError(
+                            f"module constraint {glob!r}: {placements} for {node.name}, which another "
+                            f"module constraint gives {found[node]}. Remove one of them"
+                        )
                     matched = True
         if not matched:
             known = sorted(set(paths.values()) - {""})

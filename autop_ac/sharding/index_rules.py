@@ -66,6 +66,8 @@ def _index_put(args: Any, kwargs: Any, outputs: Any) -> list[Any]:
         rows.append(([_P], [_P, *(_R for _ in given), _P]))
         shape = torch.broadcast_shapes(*(i.shape for i in given))
         for j, dim in enumerate(width):
+            if shape[j] == 1:
+                continue  # nothing is cut, and every device would add all
             cuts = [_cut(i, j, len(width), shape[j]) for i in given]
             rows.append(([_P], [_P, *cuts, _cut(new, dim, dims, shape[j])]))
     return rows

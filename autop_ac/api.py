@@ -381,8 +381,7 @@ class AutoParallel:
         settings = self._settings(outputs)
         recompute, runner = settings.lower(joint, self._hints, plan)
         self._plan, self._report, self._applied = plan, self._reported(recompute, plan), True
-        for note in recompute.plan.notes:
-            warnings.warn(note, UserWarning, stacklevel=2)
+        _warn_of(recompute)
         wanted = self._request
 
         def in_modes(modes: Modes) -> Runner:
@@ -432,6 +431,7 @@ class AutoParallel:
         joint = self._planned("preview", plan)
         assert self._hints is not None
         recompute = self._settings().recompute(joint, self._hints, plan)
+        _warn_of(recompute)
         self._plan, self._report, self._applied = plan, self._reported(recompute, plan), False
         return self._report()
 
@@ -537,7 +537,19 @@ class NodeConstraints:
         return given
 
 
+def _warn_of(recompute: Recompute) -> None:
+    """What the user should know of hints, rules and limits: at the line that called into this module."""
+    for note in recompute.plan.notes:
+        warnings.warn(note, UserWarning, stacklevel=3)
+
+
 def _check_mesh(mesh: DeviceMesh) -> None:
+    # torch ends the process where a fake tensor is on a device that its build does not know
+    if mesh.device_type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "the mesh is one of cuda devices, and torch sees none here: plan on "
+            'autop_ac.fake_mesh(...), of cpu, and describe the device by configure_device("H100")'
+        )
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 0
     if mesh.size() > world:
         raise ConfigError(

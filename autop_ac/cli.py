@@ -15,6 +15,7 @@ import importlib.util
 import logging
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
-        with _without_remarks_on_collectives():
+        with _without_remarks_on_collectives(), _warnings_as_lines():
             return command(args)
     except InfeasibleError as error:
         print(f"autop-ac: {error}", file=sys.stderr)
@@ -72,6 +73,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AutopACError as error:
         print(f"autop-ac: {error}", file=sys.stderr)
         return WRONG
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Warnings of the library once each, as lines for people, not as Python shows them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("once", UserWarning)
+        warnings.showwarning = lambda message, *_: print(f"autop-ac: {message}", file=sys.stderr)
+        yield
 
 
 @contextmanager

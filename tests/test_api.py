@@ -206,3 +206,21 @@ def test_a_vendors_name_is_known(name, known):
     assert described_gpu(name).name == known
     with pytest.raises(ConfigError, match="unknown device 'NVIDIA L4'"):
         described_gpu("NVIDIA L4")
+
+
+def test_a_rule_that_matches_nothing_is_told_of_before_anything_is_applied():
+    ap = AutoParallel(torch.nn.Linear(4, 4), lambda: torch.randn(8, 4), fake_mesh(2))
+    with ap.configure_ac(rules=["blocks.*=save"]):
+        ap.optimize_placement()
+    with pytest.warns(UserWarning, match="blocks.* matches none"):
+        ap.estimate()
+
+
+def test_a_mesh_of_cuda_devices_that_are_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    mesh = fake_mesh(2, device_type="cuda")
+    with (
+        pytest.raises(ConfigError, match="configure_device"),
+        AutoParallel(torch.nn.Linear(4, 4), lambda: torch.randn(8, 4), mesh),
+    ):
+        pass

@@ -110,6 +110,19 @@ def test_compare_is_one_table_of_all_settings(run, tmp_path):
     assert recompute["full"] != recompute["off"] == recompute["budget"]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "compare build --mesh 2 --with staged --rule 3.*=save --quiet",
+        "explain build 0 --mesh 2 --rule 3.*=save --quiet",
+    ],
+)
+def test_a_rule_that_matches_nothing_is_told_by_every_command(run, line):
+    status, _, told = run(line)
+    assert status == 0
+    assert 'autop-ac: rule "3.*=save": 3.* matches none' in told and "UserWarning" not in told
+
+
 def test_compare_shows_what_cannot_be_met_and_fails_where_nothing_fits(run):
     status, out, _ = run("compare build --mesh 2 --with off --memory-budget 1KiB --quiet")
     assert status == 0 and "infeasible" in out and "least peak" in out

@@ -273,7 +273,7 @@ def fake_mesh(
     Args:
         shape: devices along each axis; an int for one axis.
         axis_names: one name per axis, ``"axis0"``, ``"axis1"``, ... where None.
-        device_type: the device planned for.
+        device_type: where fake tensors are; "cpu" serves for any device that `configure_device` describes.
 
     Raises:
         ConfigError: a size is not positive, or there is not one name for each axis.

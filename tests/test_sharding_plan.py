@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from autop_ac import AutoParallel, ConfigError, PlanFileError, ShardingPlan, UsageError, fake_mesh
 from autop_ac.placements import parse_placements, placement_text
+from autop_ac.sharding.plan import Choice
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -166,3 +167,16 @@ def test_placements_are_read_back_from_their_text():
         assert parse_placements(placement_text(placements)) == placements
     with pytest.raises(ValueError, match="no placement"):
         parse_placements("S(0) Q")
+
+
+def test_a_plan_prints_as_its_parameters_and_not_as_its_thousand_choices():
+    plan = ShardingPlan(
+        (4, 2), ("dp", "tp"), {"add": Choice("add", (), ())}, {"w": (Shard(0), Replicate())},
+        0.0125, 0.01, ("look here",),
+    )  # fmt: skip
+    assert str(plan).splitlines() == [
+        "ShardingPlan on mesh (dp=4, tp=2): predicted step 12.500 ms, gap 1.00%",
+        "  w: S(0) R",
+        "note: look here",
+    ]
+    assert "choices" not in repr(plan)

@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import UsageError
+from ..placements import placement_text
 
 Placements = tuple[Placement, ...]
 
@@ -57,7 +58,7 @@ class ShardingPlan:
 
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...]
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, Choice] = field(repr=False)  # thousands; `explain` tells of each
     parameters: Mapping[str, Placements]
     objective_s: float
     gap: float = 0.0
@@ -65,6 +66,14 @@ class ShardingPlan:
     hidden_s: float = 0.0
     fingerprint: str = ""
     explainer: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        """One parameter a line."""
+        mesh = ", ".join(f"{a}={n}" for a, n in zip(self.axis_names, self.mesh_shape, strict=True))
+        placed = [f"  {name}: {placement_text(p)}" for name, p in self.parameters.items()]
+        predicted = f"predicted step {self.objective_s * 1e3:.3f} ms, gap {self.gap:.2%}"
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join([f"ShardingPlan on mesh ({mesh}): {predicted}", *placed, *notes])
 
     def explain(self, target: Any = None, placements: Sequence[Placement] | None = None) -> Any:
         """Why a node, parameter or module is placed as it is, and what others would cost.

@@ -28,7 +28,7 @@ from tests.benchmarks.peak import peak  # noqa: E402
 from tests.benchmarks.quality import quality  # noqa: E402
 from tests.benchmarks.stitched import WORLD, stitched  # noqa: E402
 
-SIZES = (1_000, 5_000)
+SIZES = (1_000, 5_000, 20_000, 80_000)
 LINKS = {"dp": Link(WORLD, 400e9, 1e-5)}
 
 

@@ -381,7 +381,8 @@ class AutoParallel:
         settings = self._settings(outputs)
         recompute, runner = settings.lower(joint, self._hints, plan)
         self._plan, self._report, self._applied = plan, self._reported(recompute, plan), True
-        _warn_of(recompute)
+        for note in recompute.plan.notes:
+            warnings.warn(note, UserWarning, stacklevel=2)
         wanted = self._request
 
         def in_modes(modes: Modes) -> Runner:
@@ -431,7 +432,6 @@ class AutoParallel:
         joint = self._planned("preview", plan)
         assert self._hints is not None
         recompute = self._settings().recompute(joint, self._hints, plan)
-        _warn_of(recompute)
         self._plan, self._report, self._applied = plan, self._reported(recompute, plan), False
         return self._report()
 
@@ -448,7 +448,10 @@ class AutoParallel:
                 "there is no report yet: call apply_placement first, or optimize_placement for a "
                 "prediction alone"
             )
-        return self.preview()
+        report = self.preview()  # whose notes are easily overlooked behind an estimate or an answer
+        for note in report.basis.plan.notes:
+            warnings.warn(note, UserWarning, stacklevel=2)
+        return report
 
     def estimate(self, optimizer: str | None = None) -> Estimate:
         """Bytes of one device at the predicted peak and who holds them, seconds of a step, and whether
@@ -535,12 +538,6 @@ class NodeConstraints:
                 f"{kind} constraint {placement!r}: the mesh has {axes} axes, give one placement for each"
             )
         return given
-
-
-def _warn_of(recompute: Recompute) -> None:
-    """What the user should know of hints, rules and limits: at the line that called into this module."""
-    for note in recompute.plan.notes:
-        warnings.warn(note, UserWarning, stacklevel=3)
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

@@ -212,6 +212,8 @@ def _compare(args: argparse.Namespace) -> int:
     for name, config in configs.items():
         try:
             report = ap.configure_ac(config).preview()
+            for note in report.basis.plan.notes:
+                warnings.warn(note, UserWarning, stacklevel=1)
         except InfeasibleError as error:
             least = (
                 "" if error.smallest_bytes is None else f"least peak {size(error.smallest_bytes)}"

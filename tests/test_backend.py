@@ -118,6 +118,21 @@ def test_a_changed_policy_is_never_answered_by_an_old_graph():
     assert kept[1] != kept[2]
 
 
+@pytest.mark.parametrize(
+    "settings", [{"enable": False}, {"stage_size": 64}, {"memory_budget": 1.0}]
+)
+def test_a_memory_budget_of_pytorch_is_told_to_be_unused_whatever_decides(settings):
+    import torch._functorch.config as functorch_config
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+    compiled = torch.compile(model, backend=autop_ac.backend(compile="eager", **settings))
+    with (
+        functorch_config.patch(activation_memory_budget=0.1),
+        pytest.warns(UserWarning, match="activation_memory_budget=0.1 .* is not used"),
+    ):
+        compiled(torch.randn(4, 8)).sum().backward()
+
+
 class Dropped(torch.nn.Module):
     def __init__(self):
         super().__init__()

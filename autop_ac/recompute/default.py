@@ -33,6 +33,18 @@ PINNED: Mapping[str, object] = {
 }
 
 
+def warn_of_pytorchs_budget() -> None:
+    """PyTorch's own memory budget is pinned, whether or not its min-cut is asked: say so where one is set."""
+    budget = private.functorch_config.activation_memory_budget
+    if budget != 1.0:
+        warnings.warn(
+            f"activation_memory_budget={budget} of functorch's config is not used here: set "
+            "configure_ac(memory_budget=...) instead",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
 def default_saved(
     gm: fx.GraphModule,
     recomputed_names: frozenset[str],
@@ -47,14 +59,6 @@ def default_saved(
         num_fwd_outputs: how many leading results are forward's.
         settings: of functorch, in force during the cut.
     """
-    budget = private.functorch_config.activation_memory_budget
-    if budget != 1.0:
-        warnings.warn(
-            f"torch._functorch.config.activation_memory_budget={budget} is not used here: set "
-            "configure_ac(memory_budget=...) instead",
-            UserWarning,
-            stacklevel=2,
-        )
     copied, old_name = _copy(gm, recomputed_names)
     with private.functorch_config.patch(**settings), private.fake_mode_of(gm):
         forward, _ = private.min_cut_rematerialization_partition(

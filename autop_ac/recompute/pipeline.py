@@ -19,7 +19,7 @@ from ..graph.liveness import Profile, profile
 from ..sharding.apply import LocalGraph
 from .budget import budget_wishes, pareto, preference_note
 from .collectives import parameter_chains
-from .default import default_saved
+from .default import default_saved, warn_of_pytorchs_budget
 from .evaluate import Evaluator
 from .hints import ResolvedHints, root_of, rule_wishes, wishes_for_values
 from .merge import decide
@@ -71,6 +71,7 @@ def plan_recompute(
         agree: gives what its argument gives on the first rank.
         prefetch_bytes: bytes of parameters that may be gathered ahead of their use, None for none.
     """
+    warn_of_pytorchs_budget()
     facts = collect_facts(
         local.module,
         local.placeholders,

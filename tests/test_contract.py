@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils import _pytree as pytree
 
@@ -115,6 +116,40 @@ def test_backward_gathers_a_parameter_that_it_reads_once_and_keeps_no_gathered_w
     for node in backward.graph.nodes:
         if "all_gather" in str(node.target) and node.meta["custom"]["autop_ac"]["parameter"]:
             assert read_by(backward, node), node
+
+
+def block_of(name):
+    return int(name.split(".")[1]) if name.startswith("blocks.") else None
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_a_gradient_is_reduced_before_backward_leaves_the_next_block(
+    partitions, shape, param_dtype, backend
+):
+    """At the end of backward all gradients would be held whole, on each device."""
+    policy = param_dtype and MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32)
+    apply(
+        GPT(dataclasses.replace(CONFIG, layers=4)), shape, {"stage_size": None}, backend,
+        mp_policy=policy,
+    )  # fmt: skip
+    ((_, backward),) = partitions
+    reduced, below = set(), []
+    for node in backward.graph.nodes:
+        note = node.meta.get("custom", {}).get("autop_ac")
+        if note is None or node.op != "call_function":
+            continue
+        if "reduce_scatter" in str(node.target) and note["parameter"]:
+            blocks = {block_of(name) for name in note["parameter"].split(", ")} - {None}
+            assert all(b <= below[-1] + 1 for b in blocks), node
+            reduced |= blocks
+        elif (
+            node.target in (aten.mm.default, aten.addmm.default)
+            and block_of(note["module"]) is not None
+        ):
+            below.append(block_of(note["module"]))
+    assert reduced == set(range(4))
 
 
 class Reshaped(torch.nn.Module):
@@ -245,8 +280,6 @@ def test_a_meta_model_is_initialised_as_on_one_device():
 
 
 def test_mixed_precision_computes_in_the_policys_dtype(partitions):
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     parallel, _ = apply(GPT(CONFIG), (2,), {}, mp_policy=policy)
     assert {p.dtype for p in parallel.parameters()} == {torch.float32}

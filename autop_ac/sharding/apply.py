@@ -14,7 +14,7 @@ parameter or of its gradient), ``axis`` (of the mesh, on collectives), ``module`
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +136,16 @@ class _Sharder:
         self.values: dict[torch.fx.Node, Any] = {}
         self.moved: dict[tuple[torch.fx.Node, Placements], Any] = {}
         self.parameter_of = _parameter_chains(joint)
+        self.output = joint.module.graph.output_node()
+        self.gradients = self._gradients()
+
+    def _gradients(self) -> dict[torch.fx.Node, tuple[Placements | None, ...]]:
+        """What backward gives, with the placements at which it leaves."""
+        found: dict[torch.fx.Node, tuple[Placements | None, ...]] = {}
+        for _, result, wanted in self._leaving():
+            if not _is_forward(result):
+                found[result] = (*found.get(result, ()), wanted)
+        return found
 
     def run_flat(self, *flat: Any) -> list[Any]:
         incoming = iter(flat)
@@ -144,7 +154,7 @@ class _Sharder:
             if node.op == "placeholder":
                 self.values[node] = next(incoming)
             elif node.op == "output":
-                results = self._results(node)
+                results = self._results()
             elif node.op == "get_attr":
                 self.values[node] = getattr(self.joint.module, node.target)
             elif placed_of(node) is not None:  # gone: what it reads is in place
@@ -156,6 +166,9 @@ class _Sharder:
                     self.values[node] = self.values[node.args[0]][node.args[1]]
             else:
                 self.values[node] = self._compute(node)
+            for wanted in self.gradients.get(node, ()):
+                # at once: at the end of backward all gradients would be held whole until then
+                self._bring_out(node, wanted, backward=True)
         return results
 
     def _placements(self, node: torch.fx.Node) -> Placements | None:
@@ -231,25 +244,28 @@ class _Sharder:
                     "the node another placement with sharding_optimizer.add_node_constraint"
                 )
 
-    def _results(self, output: torch.fx.Node) -> list[Any]:
-        wanted = iter(self.plan.choices[output.name].inputs)
-        results = []
-        for i, result in enumerate(output.args[0]):
-            if not isinstance(result, torch.fx.Node):
-                results.append(result)
-                continue
+    def _leaving(self) -> Iterator[tuple[int, torch.fx.Node, Placements | None]]:
+        """(index, node, placements at which it leaves) of each result that a node gives."""
+        wanted = iter(self.plan.choices[self.output.name].inputs)
+        for i, result in enumerate(self.output.args[0]):
+            if isinstance(result, torch.fx.Node):
+                yield i, result, next(wanted)
+
+    def _results(self) -> list[Any]:
+        results = list(self.output.args[0])
+        for i, node, wanted in self._leaving():
             backward = i >= self.joint.num_forward_outputs
-            results.append(self._bring_out(result, next(wanted), output, backward))
+            results[i] = self._bring_out(node, wanted, backward=backward)
         return results
 
-    def _bring_out(self, node: Any, wanted: Any, output: Any, backward: bool) -> Any:
+    def _bring_out(self, node: torch.fx.Node, wanted: Placements | None, *, backward: bool) -> Any:
         """Results are moved on the side that gives them: the output node itself has no side."""
-        before = output.meta.get("partitioner_tag")
-        output.meta["partitioner_tag"] = "is_backward" if backward else "is_forward"
+        before = self.output.meta.get("partitioner_tag")
+        self.output.meta["partitioner_tag"] = "is_backward" if backward else "is_forward"
         try:
-            return self._bring(node, wanted, output)
+            return self._bring(node, wanted, self.output)
         finally:
-            output.meta["partitioner_tag"] = before
+            self.output.meta["partitioner_tag"] = before
 
     def _recorded_as(
         self, node: torch.fx.Node, *, origin: str = "", serves: str = "", parameter: str = ""

@@ -36,11 +36,11 @@ def partitions(monkeypatch):
     return seen
 
 
-def apply(model, shape, ac, backend="eager", bucket="1 MiB", **options):
+def apply(model, shape, ac, backend="eager", bucket="1 MiB", batch_size=8, **options):
     mesh = fake_mesh(shape)
     batch = (Shard(0), *[Replicate()] * (len(shape) - 1))
     ap = AutoParallel(
-        model, lambda: torch.randint(64, (8, CONFIG.context)), mesh, **options
+        model, lambda: torch.randint(64, (batch_size, CONFIG.context)), mesh, **options
     ).configure_ac(**ac)
     ap.configure_compile(backend).configure_comm(
         all_gather_bucket=bucket, reduce_scatter_bucket=bucket
@@ -130,10 +130,9 @@ def test_a_gradient_is_reduced_before_backward_leaves_the_next_block(
 ):
     """At the end of backward all gradients would be held whole, on each device."""
     policy = param_dtype and MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32)
-    apply(
-        GPT(dataclasses.replace(CONFIG, layers=4)), shape, {"stage_size": None}, backend,
-        mp_policy=policy,
-    )  # fmt: skip
+    with torch.device("meta"):  # so large that it is not cheaper to move activations
+        model = GPT(dataclasses.replace(CONFIG, dim=512, layers=4))
+    apply(model, shape, {"stage_size": None}, backend, batch_size=512, mp_policy=policy)
     ((_, backward),) = partitions
     reduced, below = set(), []
     for node in backward.graph.nodes:
@@ -150,6 +149,57 @@ def test_a_gradient_is_reduced_before_backward_leaves_the_next_block(
         ):
             below.append(block_of(note["module"]))
     assert reduced == set(range(4))
+
+
+def test_gradients_of_norms_and_biases_are_summed_and_no_activation_is_moved_for_them(partitions):
+    """Also where they are summed in another dtype than they are computed in."""
+    config = GPTConfig(vocab_size=512, dim=512, heads=4, layers=2, context=256)
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    with torch.device("meta"):
+        model = GPT(config)
+    numel = {name: p.numel() for name, p in model.named_parameters()}
+    reduced = Counter()
+    ap = AutoParallel(model, lambda: torch.randint(64, (512, 256)), fake_mesh((8,)), policy)
+    with ap.configure_compile("eager").configure_device("H100"):
+        ap.add_parameter_memory_constraint(0.0, 1 / 8)
+        ap.apply_placement(ap.optimize_placement())
+    ((_, backward),) = partitions
+    for node in backward.graph.nodes:
+        if str(node.target).startswith("_c10d") and "wait" not in str(node.target):
+            values = pytree.tree_leaves(node.meta["val"])
+            assert max(t.numel() for t in values) <= max(numel.values()), node
+            note = node.meta["custom"]["autop_ac"]
+            if "reduce" in str(node.target) and note["parameter"]:
+                assert {t.dtype for t in values} == {torch.float32}
+                reduced.update(note["parameter"].split(", "))
+    # the weight of the head is that of the embedding: one sum of both gradients
+    assert reduced == Counter(numel.keys() - {"positions.weight"})
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(2048))
+        self.linear = torch.nn.Linear(2048, 2048, bias=False)
+
+    def forward(self, x):
+        return self.linear(torch.tanh(x) * self.scale)
+
+
+def test_no_activation_is_exchanged_for_the_gradient_of_a_scale(partitions):
+    """It is summed over the batch; an exchange would not be hidden as what follows the sum is."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    with torch.device("meta"):
+        model = Scaled()
+    ap = AutoParallel(model, lambda: torch.zeros(512, 256, 2048), fake_mesh((8,)), policy)
+    with ap.configure_compile("eager").configure_device("H100"):
+        ap.add_parameter_memory_constraint(0.0, 1 / 8)
+        ap.apply_placement(ap.optimize_placement())
+    ((_, backward),) = partitions
+    for node in backward.graph.nodes:
+        if str(node.target).startswith("_c10d"):
+            values = pytree.tree_leaves(node.meta["val"])
+            assert max(t.numel() for t in values) <= 2048 * 2048, node
 
 
 class Reshaped(torch.nn.Module):

@@ -31,6 +31,7 @@ from ..capture.names import module_path, source_line
 from ..errors import AutopACError
 from ..graph.collect import draws_random
 from ..graph.random import drawn_with_offset, rank_offset, sharded_axes
+from .chains import gradient_chains
 from .local_args import local_sizes
 from .plan import Choice, Placements, ShardingPlan
 
@@ -323,7 +324,7 @@ def _is_forward(node: torch.fx.Node) -> bool:
 
 
 def _parameter_chains(joint: JointGraph) -> dict[torch.fx.Node, str]:
-    """Nodes that hold a parameter, or its gradient, up to single-input operators: its user name."""
+    """Nodes that hold a parameter, through operators of one input, or its gradient: its user name."""
     found: dict[torch.fx.Node, str] = {}
     for node in joint.module.graph.nodes:
         if node.op == "placeholder":
@@ -334,17 +335,7 @@ def _parameter_chains(joint: JointGraph) -> dict[torch.fx.Node, str]:
             source = node.all_input_nodes[0]
             if source in found:
                 found[node] = found[source]
-    results = joint.module.graph.output_node().args[0]
-    for outgoing, result in zip(joint.results, results, strict=True):
-        if outgoing is None or outgoing.kind != "gradient":
-            continue
-        node = result
-        while node.op == "call_function" and node not in found:
-            found[node] = outgoing.name
-            if len(node.all_input_nodes) != 1 or len(node.all_input_nodes[0].users) != 1:
-                break
-            node = node.all_input_nodes[0]
-    return found
+    return gradient_chains(joint) | found
 
 
 def _restore_placeholders(module: Any, holders: list[torch.fx.Node], joint: JointGraph) -> None:

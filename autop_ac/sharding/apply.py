@@ -33,8 +33,10 @@ from ..graph.collect import draws_random
 from ..graph.random import drawn_with_offset, rank_offset, sharded_axes
 from .chains import gradient_chains
 from .local_args import local_sizes
+from .move import move
 from .plan import Choice, Placements, ShardingPlan
 
+_INSERTED = ("_c10d_functional.", "_dtensor.")
 _TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
 
 
@@ -54,12 +56,6 @@ def local_shape(shape: Any, mesh: DeviceMesh, placements: Placements) -> tuple[i
         shape, mesh, placements, skip_offset=True
     )
     return tuple(shape)
-
-
-def make_spec(value: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Any:
-    """DTensor's description of a global tensor with the given placements."""
-    meta = private.TensorMeta(value.shape, value.stride(), value.dtype)
-    return private.DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
 def apply_plan(
@@ -108,7 +104,7 @@ def _listed(value: Any) -> Any:
 
 def _must_stay(node: torch.fx.Node) -> bool:
     """Collectives without a reader and pure operators may go; everything else stays."""
-    inserted = str(node.target).startswith("_c10d_functional.")
+    inserted = str(node.target).startswith(_INSERTED)
     return node.op in ("placeholder", "output") or (node.is_impure() and not inserted)
 
 
@@ -186,13 +182,11 @@ class _Sharder:
             return value
         key = (node, tuple(wanted))
         if key not in self.moved:
-            spec = make_spec(node.meta["val"], self.mesh, have)
-            target = make_spec(node.meta["val"], self.mesh, wanted)
             parameter = self.parameter_of.get(node, "")
             # a gather of a parameter belongs to the parameter's side, whoever asks first
             owner = node if parameter and _is_forward(node) else reader
             with self._recorded_as(owner, serves=reader.name, parameter=parameter):
-                self.moved[key] = private.redistribute_local_tensor(value, spec, target)
+                self.moved[key] = move(value, node.meta["val"], have, wanted, self.mesh)
         return self.moved[key]
 
     def _compute(self, node: torch.fx.Node) -> Any:
@@ -359,7 +353,7 @@ def _name_axes(module: torch.fx.GraphModule, mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
     axis_of = {str(mesh.get_group(i).group_name): name for i, name in enumerate(names)}
     for node in module.graph.nodes:
-        if node.op != "call_function" or not str(node.target).startswith("_c10d_functional."):
+        if node.op != "call_function" or not str(node.target).startswith(_INSERTED):
             continue
         group = next((a for a in node.args if isinstance(a, str) and a in axis_of), None)
         custom = dict(node.meta.get("custom", {}))

@@ -224,7 +224,7 @@ def test_the_first_plan_shards_parameters_that_do_not_fit_and_says_so():
     model = Stack()
     whole = sum(p.numel() * 16 for p in model.parameters())
     for memory, words in (
-        (8 * whole, "only where that costs no time"),
+        (8 * whole, "where that costs little time"),
         (whole, "they are sharded"),
     ):
         ap = opened(model, (4,)).configure_device(device(memory))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor.placement_types import Shard
@@ -25,7 +25,7 @@ from .groups import (
     uneven_casts,
 )
 from .layout import replicated
-from .limits import limits_of
+from .limits import limits_of, worth_s
 from .option import Option
 from .options import OptionFinder
 from .ports import default_notes, port_placements, result_groups, tangent_ties
@@ -111,6 +111,7 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: Setting
         limits=limits,
         streams=streams,
     )
+    problem = replace(problem, option_s=worth_s(problem, settings.device))
     slots = tuple(r for r in results if r is not None)
     notes = (*finder.notes, *default_notes(constraints, inputs, settings.shape))
     return Built(problem, dict(draft.group_of), slots, notes)

@@ -13,7 +13,7 @@ ORDER = ("capture", "graph", "sharding", "recompute", "lowering", "runtime", "re
 # these import from no stage, and every stage may import from them
 COMMON = ("config", "errors", "selectors", "policies", "annotate", "placements")
 # what ties all stages together
-TOP = ("__init__", "__main__", "agree", "api", "backend", "build", "cli", "progress")
+TOP = ("__init__", "__main__", "agree", "api", "backend", "build", "cli", "constrain", "progress")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -22,6 +22,7 @@ from .capture.joint import JointGraph
 from .capture.trace import Request, capture, request
 from .config import ACConfig, CommConfig, CompileConfig, ac_config
 from .constrain import Constrained
+from .documented import takes_fields
 from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, Topology, described_gpu, find_device
 from .progress import progress
@@ -50,8 +51,10 @@ class AutoParallel(Constrained):
 
     Args:
         model: a single-device module, with real weights or on the meta device; left as it is.
-        input_fn: makes the inputs in global shapes: a tensor, a tuple, or a `ForwardInputs`.
-        mesh: the devices, one or more axes.
+        input_fn: a function without arguments that makes one batch in global shapes: a tensor, a tuple
+            of positional inputs, or a `ForwardInputs`. Only shapes and dtypes of its tensors are used.
+        mesh: the devices, one or more axes: of `init_device_mesh`, or of `fake_mesh` to plan for devices
+            that are not there.
         mp_policy: dtypes, as FSDP2 takes them.
         reshard_after_forward: gather parameters again for backward (True) or keep them gathered.
         dynamic: reserved for varying batch sizes; True is refused at present.
@@ -78,10 +81,14 @@ class AutoParallel(Constrained):
             raise ConfigError(f"model is a {type(model).__name__}; give an nn.Module")
         if not callable(input_fn):
             raise ConfigError(
-                f"input_fn is a {type(input_fn).__name__}; give a function of nothing"
+                f"input_fn is a {type(input_fn).__name__}; give a function without arguments that "
+                "makes one batch: lambda: torch.empty(64, 2048)"
             )
         if not isinstance(mesh, DeviceMesh):
-            raise ConfigError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh")
+            raise ConfigError(
+                f"mesh is a {type(mesh).__name__}; give a DeviceMesh: init_device_mesh(...), or "
+                "autop_ac.fake_mesh((8, 4)) to plan for devices that are not there"
+            )
         if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
             raise ConfigError(
                 f"mp_policy is {mp_policy!r}; give torch.distributed.fsdp.MixedPrecisionPolicy("
@@ -109,13 +116,29 @@ class AutoParallel(Constrained):
 
     # settings: each call replaces what the earlier one set
 
+    @takes_fields(ACConfig)
     def configure_ac(self, config: ACConfig | bool | None = None, /, **settings: Any) -> Self:
-        """Set activation checkpointing by an `ACConfig`, or by its fields as keywords."""
+        """Set activation checkpointing; what is not given has its default, whatever an earlier call set.
+
+        Args:
+            config: an `ACConfig` in place of the keywords; True and False are `enable`.
+
+        Raises:
+            ConfigError: a name is unknown (the nearest is told), a value is out of range, or both a
+                config and keywords are given.
+        """
         self._ac = ac_config(config, settings)
         return self._changed()
 
     def configure_compile(self, backend: Literal["eager", "inductor"] = "inductor") -> Self:
-        """Run the graphs compiled by Inductor (the default), or node by node ("eager")."""
+        """Set how forward and backward are run.
+
+        Args:
+            backend: "inductor" (the default) compiles them, "eager" runs them node by node.
+
+        Raises:
+            ConfigError: another word.
+        """
         self._compile = CompileConfig(backend=backend)
         return self._changed()
 
@@ -134,6 +157,9 @@ class AutoParallel(Constrained):
             reduce_scatter_bucket: the same for the reduce-scatters of gradients.
             prefetch: start gathers ahead of their use, with at most `all_gather_bucket` bytes on their
                 way, and wait for reduce-scatters later.
+
+        Raises:
+            ConfigError: no size, or `prefetch` without an `all_gather_bucket`.
         """
         self._comm = CommConfig(all_gather_bucket, reduce_scatter_bucket, prefetch)
         return self._changed()
@@ -141,7 +167,17 @@ class AutoParallel(Constrained):
     def configure_device(
         self, device: str | DeviceSpec | None = None, topology: Topology | None = None
     ) -> Self:
-        """Describe the device, by name or by `DeviceSpec`, and the links between devices."""
+        """Describe the device that is planned for, and the links between devices.
+
+        Args:
+            device: "A100", "H100", "H200", "B200" or "cpu", the path of a TOML file (``"L4.toml"``, as
+                `DeviceSpec.from_toml` reads it), or a `DeviceSpec`; None for the device at hand.
+            topology: the links along each mesh axis; None for NVLink within eight neighbouring devices
+                and a network beyond.
+
+        Raises:
+            ConfigError: the device is not known, or the topology is of another number of axes.
+        """
         if device is not None:
             self._device = find_device(device)
         if topology is not None and len(topology.link_bandwidth) != self._mesh.ndim:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from .capture.joint import JointGraph
 from .config import OPTIMIZER_COPIES, parse_bytes
 from .errors import ConfigError, UsageError
+from .near import did_you_mean
 from .sharding.constraints import Constraints
+from .sharding.layout import counted
 
 PlacementsPerTensor = Sequence[Sequence[Placement] | None]
 
@@ -79,7 +81,7 @@ class Constrained:
         if optimizer is not None and optimizer not in OPTIMIZER_COPIES:
             raise ConfigError(
                 f"optimizer={optimizer!r}: allowed are {', '.join(OPTIMIZER_COPIES)}; None for one without "
-                "state"
+                f"state{did_you_mean(optimizer, OPTIMIZER_COPIES)}"
             )
         copies = 0 if optimizer is None else OPTIMIZER_COPIES[optimizer]
         self._constrain("add_state_memory_constraint", state_bytes=limit_bytes, state_copies=copies)
@@ -88,26 +90,43 @@ class Constrained:
         joint = self._open_joint(f"add_{kind}_constraints")
         if placements is None:
             return None
-        ports = joint.placeholders.values() if kind == "input" else joint.results
-        count = sum(p is not None and p.kind == kind for p in ports)
-        if len(placements) != count:
+        tensors = _inputs(joint) if kind == "input" else _outputs(joint)
+        if len(placements) != len(tensors):
             raise ConfigError(
-                f"{len(placements)} {kind} constraints for {count} {kind} tensors: give one tuple "
+                f"{len(placements)} {kind} constraints for {len(tensors)} {kind} tensors: give one tuple "
                 "of placements (or None) for each"
             )
-        for i, entry in enumerate(placements):
+        found: list[tuple[Placement, ...] | None] = []
+        for i, (entry, (name, value)) in enumerate(zip(placements, tensors, strict=True)):
             if entry is None:
+                found.append(None)
                 continue
             if not isinstance(entry, Iterable) or isinstance(entry, Placement):
                 raise ConfigError(f"{kind} constraint {i} is {entry!r}; give a tuple of placements")
-            if len(tuple(entry)) != self._mesh.ndim:
+            given = tuple(entry)
+            if len(given) != self._mesh.ndim:
                 raise ConfigError(
-                    f"{kind} constraint {i} is {tuple(entry)}; the mesh has {self._mesh.ndim} axes, "
+                    f"{kind} constraint {i} is {given}; the mesh has {self._mesh.ndim} axes, "
                     "give one placement for each"
                 )
-            if not all(isinstance(p, Placement) for p in entry):
-                raise ConfigError(f"{kind} constraint {i} is {tuple(entry)}, not all placements")
-        return tuple(None if e is None else tuple(e) for e in placements)
+            if not all(isinstance(p, Placement) for p in given):
+                raise ConfigError(f"{kind} constraint {i} is {given}, not all placements")
+            found.append(counted(given, value.shape, f"{kind} constraint {i} ({name})"))
+        return tuple(found)
+
+
+def _inputs(joint: JointGraph) -> list[tuple[str, Any]]:
+    """Name and value of each tensor input."""
+    nodes = {n.name: n for n in joint.module.graph.find_nodes(op="placeholder")}
+    ports = {p.index: (p.name, name) for name, p in joint.placeholders.items() if p.kind == "input"}
+    return [(ports[i][0], nodes[ports[i][1]].meta["val"]) for i in sorted(ports)]
+
+
+def _outputs(joint: JointGraph) -> list[tuple[str, Any]]:
+    """Name and value of each tensor output."""
+    results = zip(joint.results, joint.module.graph.output_node().args[0], strict=True)
+    found = {p.index: (p.name, n.meta["val"]) for p, n in results if p and p.kind == "output"}
+    return [found[i] for i in sorted(found)]
 
 
 class NodeConstraints:
@@ -126,14 +145,19 @@ class NodeConstraints:
         owner = self._owner
         joint = owner._open_joint("add_node_constraint")
         name = node if isinstance(node, str) else node.name
-        known = {n.name for n in joint.module.graph.nodes}
-        known |= {p.name for p in joint.placeholders.values() if p.kind == "parameter"}
+        known = {n.name: n.meta.get("val") for n in joint.module.graph.nodes}
+        for holder, port in joint.placeholders.items():
+            if port.kind == "parameter":
+                known[port.name] = known[holder]
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(
-                f"no node or parameter {name!r} in the captured graph; nearest: {nearest}"
+                f"no node or parameter {name!r} in the captured graph{did_you_mean(name, known)}"
             )
         given = self._per_axis("node", placement)
+        value = known[name]
+        first = value[0] if isinstance(value, (tuple, list)) and value else value
+        if isinstance(first, torch.Tensor):
+            given = counted(given, first.shape, f"node constraint {name!r}")
         nodes = {**owner._constraints.nodes, name: given}
         owner._constrain("add_node_constraint", nodes=nodes)
 

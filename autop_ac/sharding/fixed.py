@@ -17,7 +17,7 @@ from .chains import is_backward
 from .constraints import Constraints
 from .fold import is_tensor_node
 from .groups import Draft
-from .layout import even_local_shape
+from .layout import counted, even_local_shape
 from .option import outputs_of
 from .plan import Placements
 
@@ -38,10 +38,13 @@ def fixed_by_modules(
             if any(instance_of(glob, paths.get(u, "")) != module for u in readers):
                 while not is_tensor_node(node) and node.args[1] == 0:  # getitem
                     node = node.args[0]
-                if is_tensor_node(node) and outputs_of(node)[0] is not None:
-                    if found.setdefault(node, placements) != placements:
+                value = outputs_of(node)[0] if is_tensor_node(node) else None
+                if value is not None:
+                    whose = f"module constraint {glob!r} on {node.name}"
+                    here = counted(placements, value.shape, whose)
+                    if found.setdefault(node, here) != here:
                         raise ConfigError(
-                            f"module constraint {glob!r}: {placements} for {node.name}, which another "
+                            f"module constraint {glob!r}: {here} for {node.name}, which another "
                             f"module constraint gives {found[node]}. Remove one of them"
                         )
                     matched = True
@@ -87,7 +90,7 @@ def fixed_in_model(
                 f"{where}: {placements} has {len(placements)} entries, and the mesh {mesh_shape} "
                 f"{len(mesh_shape)} axes: give one placement for each"
             )
-        placements = _counted(placements, len(shape))
+        placements = counted(placements, shape, where)
         if even_local_shape(shape, placements, mesh_shape) is None:
             raise ConfigError(
                 f"{where}: {placements} does not cut {tuple(shape)} into equal parts on a mesh of shape "
@@ -95,14 +98,6 @@ def fixed_in_model(
             )
         found[node] = placements
     return found
-
-
-def _counted(placements: Placements, ndim: int) -> Placements:
-    """Dims counted from the end, from the front."""
-    return tuple(
-        type(p)(p.dim % ndim) if p.is_shard() and -ndim <= p.dim < 0 else p  # type: ignore[attr-defined, call-arg]
-        for p in placements
-    )
 
 
 def fix(draft: Draft, node: torch.fx.Node, placements: Sequence[object], whose: str) -> None:

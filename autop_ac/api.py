@@ -280,8 +280,8 @@ class AutoParallel(Constrained):
         if plan.fingerprint and plan.fingerprint != fingerprint(joint):
             raise UsageError(
                 "the plan is for another model, for inputs of other shapes or for other settings: its graph's "
-                f"fingerprint is {plan.fingerprint[:12]}, and this one's {fingerprint(joint)[:12]}. Take "
-                "one from optimize_placement of this object"
+                f"fingerprint is {plan.fingerprint[:12]}, and this one's {fingerprint(joint)[:12]}. Search "
+                "again, by optimize_placement"
             )
         computed = {
             n.name

@@ -22,7 +22,18 @@ COMMON = (
     "placements",
 )
 # what ties all stages together
-TOP = ("__init__", "__main__", "agree", "api", "backend", "build", "cli", "constrain", "progress")
+TOP = (
+    "__init__",
+    "__main__",
+    "agree",
+    "api",
+    "backend",
+    "build",
+    "cli",
+    "constrain",
+    "progress",
+    "target",
+)
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -127,8 +127,8 @@ def find_device(name: object) -> DeviceSpec:
     found = {key.lower(): spec for key, spec in DEVICES.items()}.get(str(name).lower())
     if found is None:
         raise ConfigError(
-            f"unknown device {name!r}: known are {', '.join(DEVICES)}{did_you_mean(name, DEVICES)}. "
-            "Describe another one in a TOML file and give its path in place of the name: "
+            f"unknown device {name!r}: known are {', '.join(DEVICES)}"
+            f"{did_you_mean(name, DEVICES) or '.'} Describe another one in a TOML file and give its path in place of the name: "
             'memory_bytes = "24 GiB", memory_bandwidth = 300e9, '
             "flops = {float32 = 30e12, bfloat16 = 121e12}; or in Python: "
             "DeviceSpec('L4', flops={torch.bfloat16: 121e12, torch.float32: 30e12}, "

@@ -20,7 +20,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch as private
-from ..annotate import capturing
+from .._torch_annotate import mark
+from ..annotate import Entries, capturing, region_numbers
 from ..errors import AutopACError, CaptureError, ConfigError
 from .batch_norm import BATCH_NORM
 from .calling import CallForm, Calling, FlatForward, call_form, described, noting
@@ -150,7 +151,7 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
     inputs = list(zip(wanted.form.names, wanted.leaves, strict=True))
     failed: Exception | None = None
     try:
-        with capturing(), noting() as noted, torch.enable_grad():
+        with capturing() as entries, noting() as noted, torch.enable_grad():
             graph = private._dynamo_graph_capture_for_export(entry)(*tensors)
     except AutopACError:
         raise
@@ -162,6 +163,8 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
             told = f"{users_line(cause)}: {type(cause).__name__}: {cause}"
             raise CaptureError(f"{where}: {own_error_text(told, inputs)}") from cause
         raise CaptureError(f"{where}: {no_graph_text(failed)}") from failed
+    if training is None:  # in another mode a region may well be empty
+        _tell_empty_regions(entries, graph.graph, where)
     _check_changes(noted.changes, wanted.model, where)
     names = _restore_dtypes(graph, wanted.originals, wanted.fake_mode)
     joint = _export_joint(graph, tensors, where, divisible=True)
@@ -226,6 +229,22 @@ def _check_changes(changes: Sequence[tuple[str, str]], model: torch.nn.Module, w
             "changed in place, or outside of forward",
             UserWarning,
             stacklevel=4,
+        )
+
+
+def _tell_empty_regions(entries: Entries, graph: torch.fx.Graph, where: str) -> None:
+    held = [
+        number
+        for node in graph.nodes
+        if node.op not in ("placeholder", "get_attr", "output") and node.target is not mark
+        for number in region_numbers(node.meta)
+    ]
+    for spec in entries.without(held):
+        warnings.warn(
+            f"{where}: {spec.label} at {spec.source or 'an unknown line'} holds no operation, so it decides "
+            "nothing: put what it is for into its block, or take it out",
+            UserWarning,
+            stacklevel=5,
         )
 
 

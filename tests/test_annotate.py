@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch.utils.checkpoint import checkpoint
 
 from autop_ac import annotate
 from autop_ac.annotate import REGION_PREFIX, ac_region, capturing, checkpoint_name
@@ -546,6 +547,8 @@ class Empty(Module):
                     x = layer(x)
         with ac_region("outer"), ac_region("inner"):
             x = x.sin()
+        with ac_region("checkpointed"):
+            x = checkpoint(torch.sin, x, use_reentrant=False)
         return self.nothing(x) * size
 
     @ac_region("decorated")

@@ -890,9 +890,6 @@ def test_a_batch_norm_is_selected_by_its_name_though_it_is_made_of_other_operato
     values, decisions = report.basis.facts.values, report.basis.plan.decisions.values()
     told = [d for d in decisions if "aten.batch_norm" in d.reason]
     assert len(told) > 10 and {d.origin for d in told} == {Origin.RULE}
-    assert {values[d.value].module for d in told} == {"1"}
+    # of no module is what is gathered of its result
+    assert {"1"} <= {values[d.value].module for d in told} <= {"1", ""}
     assert {d.action for d in told} == {action}
-    of_norm = [d for d in decisions if values[d.value].module == "1" and d not in told]
-    assert all(
-        d.origin < Origin.RULE for d in of_norm
-    )  # views and the like follow what they are of

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
             raise CaptureError(f"{where}: {own_error_text(told, inputs)}") from cause
         raise CaptureError(f"{where}: {no_graph_text(failed)}") from failed
     if training is None:  # in another mode a region may well be empty
-        _tell_empty_regions(entries, graph.graph, where)
+        _tell_empty_regions(entries, graph, where)
     _check_changes(noted.changes, wanted.model, where)
     names = _restore_dtypes(graph, wanted.originals, wanted.fake_mode)
     joint = _export_joint(graph, tensors, where, divisible=True)
@@ -232,10 +233,12 @@ def _check_changes(changes: Sequence[tuple[str, str]], model: torch.nn.Module, w
         )
 
 
-def _tell_empty_regions(entries: Entries, graph: torch.fx.Graph, where: str) -> None:
+def _tell_empty_regions(entries: Entries, graph: torch.nn.Module, where: str) -> None:
+    # those inside checkpoints and the like, too
+    graphs = (m.graph for m in graph.modules() if isinstance(m, torch.fx.GraphModule))
     held = [
         number
-        for node in graph.nodes
+        for node in itertools.chain.from_iterable(g.nodes for g in graphs)
         if node.op not in ("placeholder", "get_attr", "output") and node.target is not mark
         for number in region_numbers(node.meta)
     ]

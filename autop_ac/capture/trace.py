@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,15 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch as private
-from ..annotate import capturing, is_region_object
+from .._torch_annotate import mark
+from ..annotate import Entries, capturing, region_numbers
 from ..errors import AutopACError, CaptureError, ConfigError
 from .batch_norm import BATCH_NORM
 from .calling import CallForm, Calling, FlatForward, call_form, described, noting
+from .failures import mixed_dtypes, no_graph_text, own_error, own_error_text, users_line
 from .joint import JointGraph, Port
 from .marks import take_marks
-from .names import module_path, source_line, user_name
+from .names import module_path, user_name
 
 _MODEL = "model"  # where `FlatForward` keeps the user's model
 _aten = torch.ops.aten
@@ -126,7 +129,7 @@ def capture(wanted: Request, training: Sequence[bool] | None = None) -> JointGra
         CaptureError: the model has a graph break, an unsupported construct or no gradient.
     """
     # torch traces one thread at a time: annotations and the tracer's patches are the process's
-    with private.compile_lock:
+    with private.compile_lock, private.quiet_fakes():
         return _capture(wanted, training)
 
 
@@ -146,30 +149,30 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
     entry.training = model.training
     tensors = [x for x in wanted.leaves if isinstance(x, torch.Tensor)]
     where = f"while capturing {type(model).__name__}"
+    inputs = list(zip(wanted.form.names, wanted.leaves, strict=True))
+    failed: Exception | None = None
     try:
-        with capturing(), noting() as noted, torch.enable_grad():
+        with capturing() as entries, noting() as noted, torch.enable_grad():
             graph = private._dynamo_graph_capture_for_export(entry)(*tensors)
     except AutopACError:
         raise
     except Exception as error:  # Dynamo's own, and assertions of its export
-        line = source_line(str(error)) or source_line(_user_frames(error))
-        if is_region_object(str(error)):
-            raise CaptureError(
-                f"{where}: an ac_region that was made outside of forward is entered at "
-                f"{line or 'an unknown line'}, and Dynamo enters no object from outside. Call it there: "
-                "`with self.region():` in place of `with self.region:`; or make it there, "
-                "`with ac_region(...):`"
-            ) from error
-        raise CaptureError(
-            f"{where}: Dynamo cannot trace the model as one graph, at {line or 'an unknown line'}. "
-            f"Remove what it names from forward, or move it out of the model.\n{error}"
-        ) from error
+        failed = error
+    if failed is not None:  # out of the handler, so that the model's own error stands alone
+        cause = own_error(entry, tensors, failed)
+        if cause is not None:
+            told = f"{users_line(cause)}: {type(cause).__name__}: {cause}"
+            raise CaptureError(f"{where}: {own_error_text(told, inputs)}") from cause
+        raise CaptureError(f"{where}: {no_graph_text(failed)}") from failed
+    if training is None:  # in another mode a region may well be empty
+        _tell_empty_regions(entries, graph, where)
     _check_changes(noted.changes, wanted.model, where)
     names = _restore_dtypes(graph, wanted.originals, wanted.fake_mode)
     joint = _export_joint(graph, tensors, where, divisible=True)
+    if told := mixed_dtypes(joint.graph_module.graph):
+        raise CaptureError(f"{where}: {own_error_text(told, inputs)}")
     take_marks(joint.graph_module)
-    paired = zip(wanted.form.names, wanted.leaves, strict=True)
-    given = [name for name, leaf in paired if isinstance(leaf, torch.Tensor)]
+    given = [name for name, leaf in inputs if isinstance(leaf, torch.Tensor)]
     if lost := [n for n in (*joint.params_spec, *joint.buffers_spec) if n not in names]:
         raise CaptureError(
             f"{where}: the model holds tensors that are no parameters and no buffers "
@@ -230,13 +233,26 @@ def _check_changes(changes: Sequence[tuple[str, str]], model: torch.nn.Module, w
         )
 
 
+def _tell_empty_regions(entries: Entries, graph: torch.nn.Module, where: str) -> None:
+    # those inside checkpoints and the like, too
+    graphs = (m.graph for m in graph.modules() if isinstance(m, torch.fx.GraphModule))
+    held = [
+        number
+        for node in itertools.chain.from_iterable(g.nodes for g in graphs)
+        if node.op not in ("placeholder", "get_attr", "output") and node.target is not mark
+        for number in region_numbers(node.meta)
+    ]
+    for spec in entries.without(held):
+        warnings.warn(
+            f"{where}: {spec.label} at {spec.source or 'an unknown line'} holds no operation, so it decides "
+            "nothing: put what it is for into its block, or take it out",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
 def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def _user_frames(error: BaseException) -> str:
-    stack = getattr(error, "real_stack", None)
-    return "\n".join(stack.format()) if stack is not None else ""
 
 
 def _inputs(input_fn: Callable[[], Any], model: torch.nn.Module) -> tuple[Any, Any]:
@@ -343,10 +359,9 @@ def _exported(graph: torch.fx.GraphModule, tensors: list[Any], where: str, divis
                 stack, graph, tuple(tensors), {}, decompositions=table
             )
         except Exception as error:  # as many kinds as there are ways not to be traceable
-            line = source_line(str(error)) or source_line(_user_frames(error))
             raise CaptureError(
                 f"{where}: AOTAutograd cannot trace it with its backward, at "
-                f"{line or 'an unknown line'}. Sizes that depend on values, changes of parameters and "
+                f"{users_line(error)}. Sizes that depend on values, changes of parameters and "
                 f"sparse tensors are what it often is: move that out of forward.\n{error}"
             ) from error
 

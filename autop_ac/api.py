@@ -33,7 +33,7 @@ from .report.build import ACReport, build_report
 from .report.estimate import Estimate
 from .report.explain import Explanation
 from .report.plan_table import plan_table
-from .runtime.parallel import Modes, Outputs, Runner, Runners, make_parallel
+from .runtime.parallel import Outputs, Runner, Runners, Variant, make_parallel
 from .sharding.constraints import Constraints
 from .sharding.plan import ShardingPlan
 
@@ -58,7 +58,9 @@ class AutoParallel:
         mesh: the devices, one or more axes.
         mp_policy: dtypes, as FSDP2 takes them.
         reshard_after_forward: gather parameters again for backward (True) or keep them gathered.
-        dynamic: reserved for varying batch sizes; True is refused at present.
+        dynamic: whether sizes of inputs may change between calls. Each new size is traced and compiled
+            at its first call, between the same placements; sizes that do not divide over the mesh are
+            computed whole on every device.
         loss_fn: ``loss_fn(output)`` or ``loss_fn(output, target)`` with the last input as target;
             the parallel module then gives the loss of the whole batch.
 
@@ -91,14 +93,15 @@ class AutoParallel:
                 f"mp_policy is {mp_policy!r}; give torch.distributed.fsdp.MixedPrecisionPolicy("
                 "param_dtype=..., reduce_dtype=...)"
             )
-        if dynamic:
-            raise ConfigError("dynamic=True is not available yet; leave it False")
+        if not isinstance(dynamic, bool):
+            raise ConfigError(f"dynamic={dynamic!r}: allowed are True and False")
         self._model = model
         self._input_fn = input_fn
         self._mesh = mesh
         self._mp_policy = mp_policy
         self._reshard = reshard_after_forward
         self._loss_fn = loss_fn
+        self._dynamic = dynamic
         self._ac = ACConfig()
         self._compile = CompileConfig()
         self._comm = CommConfig()
@@ -383,12 +386,12 @@ class AutoParallel:
         self._plan, self._report, self._applied = plan, self._reported(recompute, plan), True
         for note in recompute.plan.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
-        wanted = self._request
+        wanted, settings = self._request, settings.after(recompute)
 
-        def in_modes(modes: Modes) -> Runner:
-            return settings.lower_in_modes(wanted, joint, plan, modes)
+        def of_variant(variant: Variant) -> Runner:
+            return settings.lower_variant(wanted, joint, plan, variant)
 
-        runners = Runners(wanted.model, runner, in_modes)
+        runners = Runners(wanted.model, runner, of_variant, self._dynamic)
         return make_parallel(self._model, plan, self._mesh, runners)
 
     def parallelize(

@@ -366,7 +366,10 @@ class AutoParallel:
             for name in entry.names:
                 names[name] = (*names.get(name, ()), entry.name)
         device = self._settings().device
-        report = cache(lambda: build_report(recompute, plan, device=device, names=names))
+        inputs = self._request.inputs() if self._request is not None else ()
+        report = cache(
+            lambda: build_report(recompute, plan, device=device, names=names, inputs=inputs)
+        )
         artifact("report", lambda: report().to_json(), "json")
         return report
 

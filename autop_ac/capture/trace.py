@@ -63,6 +63,11 @@ class Request:
     loss_fn: Callable[..., Any] | None
     fake_mode: Any
 
+    def inputs(self) -> tuple[str, ...]:
+        """Each tensor of the call with its global shape, ``"x (8, 16)"``."""
+        held = zip(self.form.names, self.leaves, strict=True)
+        return tuple(f"{n} {tuple(x.shape)}" for n, x in held if isinstance(x, torch.Tensor))
+
 
 @dataclass(frozen=True, slots=True)
 class _Stored:

@@ -312,6 +312,7 @@ def make_runner(
         where = tuple(plan.choices[inputs[index]].outputs[0] or ())
         given = where if ports is None else ports.inputs[index]
         if given != where:
+            _check_unchanged(joint, inputs[index])
             coordinate = mesh.get_coordinate()
             assert coordinate is not None
             shape = local_part(tuple(leaf.shape), given, tuple(mesh.shape), coordinate)
@@ -349,6 +350,16 @@ def make_runner(
         joint.descriptors.out_spec,
         _local_outputs(joint, local),
     )
+
+
+def _check_unchanged(joint: JointGraph, placeholder: str) -> None:
+    """A moved input is a copy, whose changes the caller would not see."""
+    name = joint.placeholders[placeholder].name
+    if any(p is not None and p.kind == "mutation" and p.name == name for p in joint.results):
+        raise UsageError(
+            f"forward changes input {name} in place, and a batch that does not divide over the mesh is "
+            "computed on a copy: give it a size that divides"
+        )
 
 
 def _local_outputs(joint: JointGraph, local: LocalGraph) -> tuple[tuple[torch.Tensor, bool], ...]:

@@ -143,8 +143,9 @@ class AutoParallel:
             all_gather_bucket: parameters of one block are gathered together while they sum to at most
                 this many bytes; a larger one is gathered alone, and so is each where None.
             reduce_scatter_bucket: the same for the reduce-scatters of gradients.
-            prefetch: start gathers ahead of their use, with at most `all_gather_bucket` bytes on their
-                way, and wait for reduce-scatters later.
+            prefetch: start gathers ahead of their use, with at most `all_gather_bucket` gathered bytes on
+                their way, and wait for sums of gradients one later; what can run so is hidden in the times
+                that placements are chosen by.
         """
         self._comm = CommConfig(all_gather_bucket, reduce_scatter_bucket, prefetch)
         return self._changed()

@@ -213,7 +213,7 @@ def facts_with_parameters(draw):
     values = tuple(
         replace(v, parameter="weight")
         if (v.collective.startswith("all_gather") and v.side == "forward")
-        or (v.collective.startswith("reduce_scatter") and v.side == "backward")
+        or (v.collective.startswith(("reduce_scatter", "all_reduce")) and v.side == "backward")
         else v
         for v in drawn.values
     )

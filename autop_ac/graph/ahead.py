@@ -5,7 +5,7 @@ reader stands. In graph order both stand side by side, and nothing is gained. He
 soon as the one before it has been waited for, or earlier, while the bytes in flight (started and not
 waited for yet) stay within a bound: at most so many gathered bytes are alive that were not before, and
 what they were gathered from (`bytes_ahead`). One that is larger than the bound stays where it is. A gather of a gather (two mesh axes) is not moved: its start
-would wait for the first. Likewise reduce-scatters are waited for one reduce-scatter later.
+would wait for the first. Likewise reduce-scatters and all-reduces of gradients are waited for one later.
 
 Linear in values and edges, but for chains in front of a gather, which are walked once for each.
 """
@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from .facts import Facts
+from .facts import Facts, Value
 
 
 def issue_ahead(facts: Facts, order: Sequence[int], limit_bytes: int) -> tuple[int, ...]:
@@ -81,14 +81,14 @@ def issue_ahead(facts: Facts, order: Sequence[int], limit_bytes: int) -> tuple[i
 
 
 def wait_late(facts: Facts, order: Sequence[int]) -> tuple[int, ...]:
-    """`order` with the waits of reduce-scatters, and what follows them, one reduce-scatter later."""
+    """`order` with the waits for sums of gradients, and what follows them, one such sum later."""
     values = facts.values
     made: list[int] = []
     late: list[int] = []
-    behind: set[int] = set()  # what is computed from a reduce-scatter that is not waited for
+    behind: set[int] = set()  # what is computed from a sum that is not waited for
     for i in order:
         value = values[i]
-        scatter = value.collective.startswith("reduce_scatter") and bool(value.parameter)
+        scatter = _sums_gradient(value)
         if behind.isdisjoint(value.inputs):
             if scatter:
                 made.append(i)
@@ -96,7 +96,7 @@ def wait_late(facts: Facts, order: Sequence[int]) -> tuple[int, ...]:
                 late, behind = [], {i}
                 continue
             made.append(i)
-        elif scatter:  # of a reduce-scatter: what it reads must come first
+        elif scatter:  # of another sum: what it reads must come first
             made.extend(late)
             made.append(i)
             late, behind = [], {i}
@@ -111,6 +111,10 @@ def wait_late(facts: Facts, order: Sequence[int]) -> tuple[int, ...]:
             made.append(i)
             late, behind = [], set()
     return (*made, *late)
+
+
+def _sums_gradient(value: Value) -> bool:
+    return value.collective.startswith(("reduce_scatter", "all_reduce")) and bool(value.parameter)
 
 
 def _is_wait(facts: Facts, index: int) -> bool:
@@ -149,14 +153,14 @@ def bytes_ahead(facts: Facts) -> int:
 
 
 def bytes_late(facts: Facts) -> int:
-    """The most bytes that a reduce-scatter which is waited for later may hold meanwhile."""
+    """The most bytes that a sum of gradients which is waited for later may hold meanwhile."""
     if facts.prefetch_bytes is None:
         return 0
     values, size = facts.values, facts.storage_bytes
     held = [
         {s for i in (v.index, *v.inputs) for s in values[i].storages}
         for v in values
-        if v.collective.startswith("reduce_scatter") and v.parameter
+        if _sums_gradient(v)
     ]
     return max((sum(size[s] for s in storages) for storages in held), default=0)
 

@@ -70,7 +70,7 @@ def test_a_module_is_explained_node_by_node_and_an_impossible_placement_says_why
     assert any(reason.name in plan.choices for reason in reasons)
     odd = plan.explain("up.bias", (Shard(3),))
     assert odd.difference is None and "its placements are" in odd.why_not and "no plan" in str(odd)
-    with pytest.raises(ConfigError, match=r"no node.*near it: .*up"):
+    with pytest.raises(ConfigError, match=r"no node.*did you mean .*up"):
         plan.explain("upp")
 
 

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,11 @@ class Request:
     loss_fn: Callable[..., Any] | None
     fake_mode: Any
 
+    def inputs(self) -> tuple[str, ...]:
+        """Each tensor of the call with its global shape, ``"x (8, 16)"``."""
+        held = zip(self.form.names, self.leaves, strict=True)
+        return tuple(f"{n} {tuple(x.shape)}" for n, x in held if isinstance(x, torch.Tensor))
+
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
@@ -116,6 +121,29 @@ def request(
     fakes = [_fake_input(x, fake_mode, device_type) for x in leaves]
     originals, traced = _fake_copy(model, fake_mode, device_type, mp_policy)
     return Request(traced, originals, form, tuple(fakes), mp_policy, loss_fn, fake_mode)
+
+
+def resized(wanted: Request, shapes: Sequence[tuple[int, ...]]) -> Request:
+    """The same request for tensors of other sizes.
+
+    Args:
+        shapes: global, of each tensor among the leaves.
+    """
+    given = iter(shapes)
+    leaves = [_of_shape(x, next(given), wanted.fake_mode) if isinstance(x, torch.Tensor) else x
+              for x in wanted.leaves]  # fmt: skip
+    return replace(wanted, leaves=tuple(leaves))
+
+
+def _of_shape(leaf: torch.Tensor, shape: tuple[int, ...], fake_mode: Any) -> torch.Tensor:
+    """A dense tensor of another shape, its dims in the same order in memory."""
+    if tuple(leaf.shape) == shape:
+        return leaf
+    order = sorted(range(leaf.dim()), key=leaf.stride, reverse=True)
+    with fake_mode:
+        dense = torch.empty([shape[d] for d in order], dtype=leaf.dtype, device=leaf.device)
+        made = dense.permute([order.index(d) for d in range(leaf.dim())])
+    return made.requires_grad_(leaf.requires_grad)
 
 
 def capture(wanted: Request, training: Sequence[bool] | None = None) -> JointGraph:

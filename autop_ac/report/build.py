@@ -38,12 +38,14 @@ def build_report(
     *,
     device: DeviceSpec | None = None,
     names: Mapping[str, tuple[str, ...]] | None = None,
+    inputs: tuple[str, ...] = (),
 ) -> ACReport:
     """Report on the outcome of the recompute part.
 
     Args:
         device: that times were predicted for.
         names: by a name that `checkpoint_name` gave, the captured values that have it.
+        inputs: each with its global shape.
     """
     results = recompute.local.results
     return make_report(
@@ -57,6 +59,7 @@ def build_report(
         device=device,
         trained=frozenset(p.name for p in results if p is not None and p.kind == "gradient"),
         names=names,
+        inputs=inputs,
     )
 
 
@@ -72,6 +75,7 @@ def make_report(
     device: DeviceSpec | None = None,
     trained: frozenset[str] = frozenset(),
     names: Mapping[str, tuple[str, ...]] | None = None,
+    inputs: tuple[str, ...] = (),
 ) -> ACReport:
     """Report on a recompute plan from frozen values alone."""
     again = frozenset(i for i in backward_order(facts, plan.saved) if i in plan.decisions)
@@ -108,6 +112,7 @@ def make_report(
         peak_without_ac_bytes=peak_without_ac_bytes,
         recompute_s=sum(facts.values[i].time_s for i in sorted(again)),
         step_s=sharding.objective_s if sharding else None,
+        inputs=inputs,
         basis=Basis(facts, plan, sharding, device or find_device("cpu"), trained, names or {}),
     )
 

@@ -122,6 +122,8 @@ class ACReport:
         peak_bytes, peak_without_ac_bytes: predicted peak of live bytes.
         recompute_s: predicted seconds of recomputation in one step.
         step_s: predicted seconds of one step by the sharding search, None without a sharding plan.
+        inputs: the inputs that all this is for, each with its shape over all devices; with ``dynamic=True``
+            other sizes have graphs of their own. ``()`` under `torch.compile`.
     """
 
     rows: tuple[ModuleRow, ...]
@@ -137,6 +139,7 @@ class ACReport:
     peak_without_ac_bytes: int
     recompute_s: float
     step_s: float | None
+    inputs: tuple[str, ...]
     basis: Basis = field(repr=False, compare=False)
     """The frozen values that all this was made from."""
 
@@ -257,8 +260,9 @@ class ACReport:
         if self.budget_bytes is not None:
             how = f"a budget of {size(self.budget_bytes)}, within {self.budget_gap:.1%} of the least time"
         step = "" if self.step_s is None else f" of a step of {duration(self.step_s)}"
+        sizes = f", inputs {', '.join(self.inputs)}" if self.inputs else ""
         return [
-            f"Activation checkpointing on one device ({how})",
+            f"Activation checkpointing on one device ({how}){sizes}",
             f"  kept for backward {size(self.kept_bytes):>12}"
             f"   without AC {size(self.kept_without_ac_bytes):>12}",
             f"  predicted peak    {size(self.peak_bytes):>12}"

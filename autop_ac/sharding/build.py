@@ -122,12 +122,11 @@ def _whole_on(options: list[Option], axes: tuple[int, ...]) -> list[Option]:
     return [o for o, p in placed if not any(isinstance(p[a], Shard) for a in axes)]
 
 
-def _own_mark(node: torch.fx.Node, joint: JointGraph, constraints: Constraints) -> str:
-    """The node's name where the user has placed it: it then stands alone."""
-    if node.name in constraints.nodes:
-        return node.name
+def _own_mark(node: torch.fx.Node, joint: JointGraph, constraints: Constraints) -> Hashable:
+    """Where the user has placed the node: only those placed alike stand together."""
     port = joint.placeholders.get(node.name)
-    return node.name if port is not None and port.name in constraints.nodes else ""
+    name = port.name if port is not None and port.name in constraints.nodes else node.name
+    return constraints.nodes.get(name)
 
 
 def _seconds(

@@ -7,7 +7,6 @@ that the neighbours may change too.
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -226,8 +225,7 @@ class Explainer:
         inside = [n for n, path in paths.items() if path and instance_of(text, path) is not None]
         if not inside:
             known = [*by_user, *all_nodes, *dict.fromkeys(paths.values())]
-            near = difflib.get_close_matches(text, [k for k in known if k], n=3)
-            hint = f"; near it: {', '.join(near)}" if near else ""
+            hint = did_you_mean(text, filter(None, known))
             raise ConfigError(f"no node, parameter or module {text!r} in the plan's graph{hint}")
         return inside
 

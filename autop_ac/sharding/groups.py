@@ -23,7 +23,13 @@ from .plan import Placements
 
 @dataclass(frozen=True)
 class Settings:
-    """What the program is built for; `fold`: whether equal layers share variables; `prefetch`: whether computation hides collectives of parameters."""
+    """What the program is built for.
+
+    Attributes:
+        fold: whether equal layers share variables.
+        prefetch: whether computation hides collectives of parameters.
+        prefetch_bytes: of gathers, those up to so many bytes; None for all.
+    """
 
     mesh: DeviceMesh
     device: DeviceSpec
@@ -32,6 +38,7 @@ class Settings:
     reshard_after_forward: bool = True
     fold: bool = True
     prefetch: bool = True
+    prefetch_bytes: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -363,7 +363,10 @@ class AutoParallel:
             for name in entry.names:
                 names[name] = (*names.get(name, ()), entry.name)
         device = self._settings().device
-        report = cache(lambda: build_report(recompute, plan, device=device, names=names))
+        config = self._ac
+        report = cache(
+            lambda: build_report(recompute, plan, device=device, names=names, config=config)
+        )
         artifact("report", lambda: report().to_json(), "json")
         return report
 

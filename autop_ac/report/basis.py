@@ -50,6 +50,11 @@ class Basis:
         return "on one device" if self.devices == 1 else f"on each of {self.devices} devices"
 
     @property
+    def usable_bytes(self) -> int:
+        """Nine tenths of the device's memory, what ``memory_budget="device"`` takes."""
+        return self.device.memory_bytes * 9 // 10
+
+    @property
     def recompute_s(self) -> float:
         """Predicted seconds of all that backward runs again in one step."""
         return step_time(self.facts, self.plan.saved).recompute_s

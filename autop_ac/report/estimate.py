@@ -173,7 +173,7 @@ def estimate(basis: Basis, optimizer: str | None = None) -> Estimate:
     line = basis.timeline(optimizer)
     holdings = _holdings(basis, line)
     peak = sum(h.bytes for h in holdings)
-    usable = basis.device.memory_bytes * 9 // 10
+    usable = basis.usable_bytes
     return Estimate(
         device=basis.device.name,
         device_bytes=basis.device.memory_bytes,

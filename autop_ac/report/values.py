@@ -19,6 +19,7 @@ from ..recompute.pipeline import pareto_of
 from ..runtime.memory import MeasuredMemory
 from .basis import Basis
 from .beside import Comparison, beside
+from .curve import ParetoCurve
 from .estimate import Estimate, estimate
 from .explain import Explained, Explanation, explain
 from .page import page
@@ -157,9 +158,10 @@ class ACReport:
         """Who holds memory at every step of forward and backward."""
         return self.basis.timeline(optimizer)
 
-    def pareto(self, depth: int = 4) -> tuple[ParetoPoint, ...]:
+    def pareto(self, depth: int = 4) -> ParetoCurve:
         """The curve of predicted peak against recompute time; see `AutoParallel.pareto`."""
-        return pareto_of(self.basis.facts, self.basis.plan, depth)
+        points = pareto_of(self.basis.facts, self.basis.plan, depth)
+        return ParetoCurve(points, (self.peak_bytes, self.recompute_s), self.basis.usable_bytes)
 
     def beside(self, measured: MeasuredMemory) -> Comparison:
         """What was predicted next to what `measure_memory` measured around a training step."""

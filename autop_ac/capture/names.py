@@ -38,11 +38,24 @@ def block_instance(stack: Mapping[str, Any] | None, *, prefix: str = "") -> str:
         stack, prefix: as for `module_path`.
     """
     block = block_of_path(module_path(stack, prefix=prefix))
-    for key, entry in stack.items() if stack and block else ():
-        if _user_path(entry[0], prefix) == block:
-            _, at, call = str(key).partition("@")
-            return block + at + call
-    return block
+    calls = module_calls(stack, prefix=prefix) if block else ()
+    return next((call for path, call in calls if path == block), block)
+
+
+def module_calls(
+    stack: Mapping[str, Any] | None, *, prefix: str = ""
+) -> tuple[tuple[str, str], ...]:
+    """Of an ``nn_module_stack`` each module path with its call: ``layers.3@1`` is the second of ``layers.3``.
+
+    Args:
+        stack, prefix: as for `module_path`.
+    """
+    found = []
+    for key, entry in (stack or {}).items():
+        path = _user_path(entry[0], prefix)
+        _, at, call = str(key).partition("@")
+        found.append((path, path + at + call))
+    return tuple(found)
 
 
 def block_of_path(path: str) -> str:

@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from autop_ac import AutoParallel, fake_mesh, measure_memory
+from autop_ac import AutoParallel, fake_mesh, measure_memory, with_sharding_constraint
 from tests.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(layers=2, tied=False)
@@ -33,6 +33,26 @@ class Shared(torch.nn.Module):
 
     def forward(self, x):
         return self.wrap(self.mixer, self.wrap(self.mixer, x.sin())).cos()
+
+
+class Gathers(torch.nn.Module):
+    """The batch is whole inside of `inner`, and cut outside."""
+
+    class Inner(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x + self.up(with_sharding_constraint(x, (Replicate(),))).tanh()
+
+    def __init__(self, wrap=lambda f, x: f(x)):
+        super().__init__()
+        self.wrap, self.inner = wrap, self.Inner()
+
+    def forward(self, x):
+        x = with_sharding_constraint(x.sin(), (Shard(0),))
+        return with_sharding_constraint(self.wrap(self.inner, x), (Shard(0),)).cos()
 
 
 def planned(model, inputs, devices=1):
@@ -91,6 +111,18 @@ def test_the_bytes_kept_are_those_that_eager_pytorch_keeps():
     output = 32 * 16 * 4
     assert under(ap, "*=checkpoint").kept_bytes + output == memory.kept_bytes == 3 * output
     assert under(ap, "*=recompute").kept_bytes == 0, "which keeps nothing that enters"
+
+
+def test_what_moves_in_a_module_is_in_it():
+    x = torch.randn(64, 8)
+    theirs = planned(Gathers(partial(checkpoint, use_reentrant=False)), x, 4).ac_report
+    ours = under(planned(Gathers(), x, 4), "inner=checkpoint")
+    assert kept(ours) == kept(theirs)
+    fates = [
+        {(v.op, v.fate) for v in r.explain("inner").values if "all_gather" in v.op}
+        for r in (ours, theirs)
+    ]
+    assert fates[0] == fates[1] and {fate for _, fate in fates[0]} == {"recomputed"}
 
 
 def test_what_enters_the_second_call_of_a_module_is_kept_too():

@@ -16,7 +16,7 @@ from ..capture.names import block_of_path
 from ..config import ACConfig
 from ..graph.facts import Facts
 from ..policies import Rule
-from .carry import carry
+from .carry import carry, is_inserted, root_of
 from .catalog import Captured, by_name, matched, selected
 from .messages import module_unmatched, siblings, unmatched
 from .plan import Action, Origin, Wish
@@ -59,11 +59,11 @@ def rule_wishes(
     for name, index in inserted.items():
         if name in wishes:
             carried[index] = tuple(dict.fromkeys((*wishes[name], *carried.get(index, ()))))
-    for rule in rules if inserted else ():
+    for rule in rules:
         if rule.action == "checkpoint":  # what moves in it is in it, but for the end of what enters
-            for value in covered_moves[rule]:
-                said = (*carried.get(inserted[value.name], ()), _wish(rule, value, True))
-                carried[inserted[value.name]] = tuple(dict.fromkeys(said))
+            for index in _moving(facts, frozenset(v.name for v in covered[rule])):
+                wish = Wish("recompute", Origin.RULE, f'rule "{rule}"', prefer=rule.prefer)
+                carried[index] = tuple(dict.fromkeys((*carried.get(index, ()), wish)))
     holders = {base: said[0][0] for base, said in asked.items()}
     left = [
         v for v in (*catalog, *moves)
@@ -100,6 +100,18 @@ def _entering(
 def _call(rule: Rule, value: Captured) -> str | None:
     path = rule.instance(value.module)
     return None if path is None else dict(value.calls).get(path, path)
+
+
+def _moving(facts: Facts, served: frozenset[str]) -> list[int]:
+    """What redistributions make for these captured values; gathers of parameters have a contract."""
+    return [
+        v.index
+        for v in facts.forward
+        if is_inserted(v)
+        and not v.parameter
+        and v.serves in served
+        and root_of(facts, v.index) == v.index
+    ]
 
 
 def _speaks_of(rule: Rule, value: Captured) -> bool:

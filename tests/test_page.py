@@ -142,6 +142,8 @@ document.title = JSON.stringify({
   cells: document.querySelectorAll(".cell").length,
   wide: document.documentElement.scrollWidth > window.innerWidth,
   errors: window.failed || null,
+  scale: ["#memory svg", "#pareto svg"].map((css) => find(css).getBoundingClientRect().width / find(css).viewBox.baseVal.width),
+  reasons: find("#modules td.why:not(:empty)").getBoundingClientRect().right <= window.innerWidth,
 });
 </script>
 """
@@ -175,4 +177,6 @@ def test_in_a_browser_it_draws_and_answers(tmp_path, width):
     assert seen["tip"] == "block" and "layers." in seen["tipText"]
     assert seen["before"] > seen["folded"] == 1
     assert (seen["cells"], seen["colours"]) == (8, 8), "the last row is sharded on both axes"
+    assert all(0.95 <= scale <= 1.05 for scale in seen["scale"]), "letters keep their size"
+    assert seen["reasons"] and "optimizer state not counted" in page
     assert not seen["wide"], "nothing sticks out to the side"

@@ -22,7 +22,8 @@ from ..sharding.plan import ShardingPlan
 from .basis import Basis
 from .explain import explained, run_again
 from .fold import fold_paths, unnumbered
-from .values import UNREAD, ACReport, ModuleRow, Reason, SetAside
+from .rows import UNREAD, ModuleRow, Reason, SetAside
+from .values import ACReport
 
 __all__ = ["ACReport", "ModuleRow", "Reason", "SetAside", "build_report", "make_report"]
 

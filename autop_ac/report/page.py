@@ -23,6 +23,7 @@ from .estimate import estimate, step_in_words
 from .fold import fold_paths
 from .palette import COLOURS
 from .plots import measured_steps
+from .rows import in_words
 
 if TYPE_CHECKING:
     from .values import ACReport
@@ -83,10 +84,14 @@ def page_data(
     basis = report.basis
     expected = estimate(basis)
     plain = report.to_dict()
+    for row, made in zip(plain["rows"], report.rows, strict=True):
+        row["why"] = in_words(made.reasons)
     return {
         "title": _title(basis),
         "estimate": expected.to_dict() | {"step_s": expected.step_s},
         "report": {k: v for k, v in plain.items() if k not in ("saved", "estimate", "timeline")},
+        "enabled": basis.config.enable,
+        "step_without_ac_s": report.time_without_ac.step_s,
         "memory": _memory(basis, measured),
         "beside": str(beside(basis, measured)) if measured is not None else None,
         "pareto": [{"peak": p.peak_bytes, "time": p.recompute_time_s} for p in pareto],

@@ -24,65 +24,8 @@ from .estimate import Estimate, estimate
 from .explain import Explained, Explanation, explain
 from .page import page
 from .plots import memory_figure, pareto_figure
-from .text import WIDTH, broken, duration, size, table_html, wrapped
-
-UNREAD = "unread"
-"""Action in a report of what is neither kept nor recomputed, because backward does not read it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why values of a module are kept or not.
-
-    Attributes:
-        action: "save", "recompute" or "unread".
-        origin: who decided, ``"hint"``, ``"auto"``, ...
-        reason: in plain words.
-        values: how many values; views, getitems and waits count with what they belong to.
-    """
-
-    action: str
-    origin: str
-    reason: str
-    values: int
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleRow:
-    """One module path, or several equal layers folded into one.
-
-    Attributes:
-        module: path, with folded numbers as ``layers.0-3``; ``""`` at the root.
-        layers: how many equal modules the row stands for.
-        saved_bytes: what they allocate that is kept at the end of forward, all of them together.
-        recomputed_bytes: what backward computes again of them, all of them together.
-        reasons: most values first, those of all of them counted.
-    """
-
-    module: str
-    layers: int
-    saved_bytes: int
-    recomputed_bytes: int
-    reasons: tuple[Reason, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SetAside:
-    """A hint or rule that a higher one overrode.
-
-    Attributes:
-        asked: "save" or "recompute".  reason, source: whose wish it was, and where it is written.
-        module: where, equal layers folded.
-        values: names of the values it was set aside for.
-        decided_by: the origin and reason that prevailed.
-    """
-
-    asked: str
-    reason: str
-    source: str
-    module: str
-    values: tuple[str, ...]
-    decided_by: str
+from .rows import HEADINGS, ModuleRow, SetAside, in_words, listing
+from .text import duration, size, table_html, wrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,17 +179,17 @@ class ACReport:
         return path
 
     def __str__(self) -> str:
-        listing = _listing(self._shown())
-        return "\n".join((*self._summary(), "", *listing, *self._hidden(), *self._remarks()))
+        table = listing(self._shown())
+        return "\n".join((*self._summary(), "", *table, *self._hidden(), *self._remarks()))
 
     def _repr_html_(self) -> str:
         cells = [
             (row.module or "(root)", str(row.layers), size(row.saved_bytes), size(row.recomputed_bytes),
-             "\n".join(_in_words(row.reasons)))
+             "\n".join(in_words(row.reasons)))
             for row in self._shown()
         ]  # fmt: skip
         summary = html.escape("\n".join(self._summary()))
-        table = table_html((*_HEADINGS, "why"), cells)
+        table = table_html((*HEADINGS, "why"), cells)
         below = (*self._hidden(), *self._remarks())
         remarks = "".join(f"<p>{html.escape(' '.join(line.split()))}</p>" for line in below)
         return f"<pre>{summary}</pre>{table}{remarks}"
@@ -287,34 +230,6 @@ class ACReport:
             for a in self.set_aside
         ]
         return [wrapped(line) for line in (*(f"note: {n}" for n in self.notes), *asides)]
-
-
-_HEADINGS = ("module", "layers", "saved", "recomputed")
-_DONE = {"save": "saved", "recompute": "recomputed", UNREAD: "not read by backward"}
-
-
-def _in_words(reasons: Sequence[Reason]) -> list[str]:
-    """Why, but for what backward does not read and nobody asked for."""
-    return [
-        f"{r.values} {_DONE[r.action]}: {r.reason.removeprefix('recomputed ')} ({r.origin})"
-        for r in reasons
-        if r.action != UNREAD or r.origin != "default"
-    ]
-
-
-def _listing(rows: Sequence[ModuleRow]) -> list[str]:
-    """Modules with numbers, the reasons below each: a column of reasons would leave no room for names."""
-
-    def line(name: str, layers: str, kept: str, again: str) -> str:
-        return f"{name:44}{layers:>8}{kept:>14}{again:>14}"
-
-    found = [line(*_HEADINGS), "-" * WIDTH]
-    for row in rows:
-        *before, name = broken(row.module or "(root)").split("\n")
-        sizes = size(row.saved_bytes), size(row.recomputed_bytes)
-        found += [*before, line(name, str(row.layers), *sizes)]
-        found += [wrapped(f"      {words}") for words in _in_words(row.reasons)]
-    return found
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ PACKAGE = Path(autop_ac.__file__).parent
 # graph before sharding, whose costs come from graph/cost.py and graph/devices.py
 ORDER = ("capture", "graph", "sharding", "recompute", "lowering", "runtime", "report")
 # these import from no stage, and every stage may import from them
-COMMON = ("config", "errors", "selectors", "policies", "annotate", "placements")
+COMMON = ("config", "errors", "selectors", "policies", "annotate", "placements", "folding")
 # what ties all stages together
 TOP = ("__init__", "__main__", "agree", "api", "backend", "build", "cli", "progress")
 FILES = sorted(PACKAGE.rglob("*.py"))

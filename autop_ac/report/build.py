@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..config import ACConfig
+from ..folding import fold_paths, unnumbered
 from ..graph.devices import DeviceSpec, find_device
 from ..graph.facts import Facts, Value
 from ..graph.timeline import step_time
@@ -21,7 +22,6 @@ from ..recompute.plan import Origin, RecomputePlan
 from ..sharding.plan import ShardingPlan
 from .basis import Basis
 from .explain import explained, run_again
-from .fold import fold_paths, unnumbered
 from .rows import UNREAD, ModuleRow, Reason, SetAside
 from .values import ACReport
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..folding import fold_paths
 from ..graph.facts import Value
 from ..graph.timeline import HOLDERS, StepTime, Timeline, phase_of, step_time
 from .basis import Basis, optimizer_bytes
-from .fold import fold_paths
 from .text import duration, size, table_html, table_text, wrapped
 
 

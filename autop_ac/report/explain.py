@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ..errors import ConfigError, UsageError
+from ..folding import fold_paths, unnumbered
 from ..graph.facts import Facts, Value
 from ..graph.liveness import backward_order
 from ..policies import module_matches
@@ -21,7 +22,6 @@ from ..recompute.hints import root_of
 from ..recompute.plan import Decision, Wish
 from ..recompute.verify import must_be_saved
 from .basis import Basis
-from .fold import fold_paths, unnumbered
 from .text import duration, size, wrapped
 
 Fate = Literal["saved", "recomputed", "unread"]

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from ..folding import fold_paths
 from ..graph.facts import Value
 from ..graph.timeline import Timeline, phase_of
 from ..recompute.pareto import ParetoPoint
@@ -20,7 +21,6 @@ from ..sharding.plan import ShardingPlan
 from .basis import Basis
 from .beside import beside
 from .estimate import estimate, step_in_words
-from .fold import fold_paths
 from .palette import COLOURS
 from .plots import measured_steps
 from .rows import in_words

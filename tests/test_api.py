@@ -156,6 +156,7 @@ def test_a_budget_is_held_or_refused_and_the_curve_says_what_can_be_reached():
         ap.apply_placement(plan)
     without = ap.ac_report
     curve = ap.pareto()
+    assert isinstance(curve, autop_ac.ParetoCurve)
     rows = [line for line in str(curve).splitlines() if "memory_budget=" in line]
     settings = [row.split("|")[1].split(",")[0].strip() for row in rows]
     assert settings == [f"memory_budget={p.peak_bytes}" for p in curve]

@@ -143,6 +143,8 @@ def _reasons(
         families[root_of(facts, value.index)].append(value.index)
     counts: dict[str, Counter[tuple[str, str, str]]] = defaultdict(Counter)
     for root, members in families.items():
+        if not any(facts.values[i].bytes for i in members):
+            continue  # a view of an input: kept or made again, it takes nothing
         decision = plan.decisions[members[0]]
         origin, reason = decision.origin.name.lower(), unnumbered(decision.reason)
         if not saved.isdisjoint(members):

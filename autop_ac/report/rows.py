@@ -88,7 +88,7 @@ def listing(rows: Sequence[ModuleRow]) -> list[str]:
     found = [line(*HEADINGS), "-" * WIDTH]
     for row in rows:
         *before, name = broken(row.module or "(root)").split("\n")
-        sizes = size(row.saved_bytes), size(row.recomputed_bytes)
+        sizes = [size(count) if count else "-" for count in (row.saved_bytes, row.recomputed_bytes)]
         found += [*before, line(name, str(row.layers), *sizes)]
         found += [wrapped(f"      {words}") for words in in_words(row.reasons)]
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +170,7 @@ class ACReport:
         elif path.suffix == ".json":
             text = self.to_json()
         elif path.suffix == ".txt":
-            text = f"{self}\n\n{self.estimate()}\n"
+            text = f"{self}\n\n{replace(self.estimate(), notes=())}\n"  # told above
         else:
             raise ConfigError(
                 f"save({str(path)!r}): the ending says the form; give .html, .json or .txt"

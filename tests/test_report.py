@@ -1,5 +1,6 @@
 """Reports are built from frozen values: sums, reasons, folding, text, HTML and JSON."""
 
+import dataclasses
 import json
 
 import pytest
@@ -13,6 +14,7 @@ from autop_ac.recompute.plan import Decision, Origin, RecomputePlan, Wish
 from autop_ac.report.build import make_report
 from autop_ac.report.explain import Explained
 from autop_ac.report.plan_table import plan_table
+from autop_ac.report.rows import ModuleRow
 from autop_ac.report.text import duration, size, table_html, table_text
 from autop_ac.sharding.plan import Choice, ShardingPlan
 
@@ -154,6 +156,20 @@ def test_the_text_is_plain_and_says_everything():
     ):  # fmt: skip
         assert part in flat, part
     assert str(report()) == str(report())
+
+
+def test_long_names_are_broken_behind_dots_and_tables_stay_within_80_columns():
+    name = "model.language_model.decoder.layers.0-31.self_attention.query_key_value"
+    whole = "a_module_whose_name_is_one_word_of_more_letters_than_there_is_room"
+    rows = (ModuleRow(name, 32, 10, 2**40, ()), ModuleRow(whole, 1, 5, 5, ()))
+    text = str(dataclasses.replace(report(), rows=rows))
+    table = table_text(("", "bytes", "share"), [(name, "1.00 MiB", "1%"), ("b", "2 B", "")], (1, 2))
+    for shown in (text, table):
+        assert max(map(len, shown.splitlines())) <= 80
+        words = {word.strip("| ") for line in shown.splitlines() for word in line.split("  ")}
+        assert "self_attention.query_key_value" in words
+        assert "model.language_model.decoder.layers.0-31." in words
+    assert "1.00 TiB" in text and "\n" + whole + "\n" in text
 
 
 def test_html_is_a_table_with_everything_escaped():

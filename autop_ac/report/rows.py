@@ -79,15 +79,20 @@ def in_words(reasons: Sequence[Reason]) -> list[str]:
     ]
 
 
+_NAMES = WIDTH - 8 - 14 - 14
+
+
 def listing(rows: Sequence[ModuleRow]) -> list[str]:
     """Modules with numbers, the reasons below each: a column of reasons would leave no room for names."""
 
     def line(name: str, layers: str, kept: str, again: str) -> str:
-        return f"{name:44}{layers:>8}{kept:>14}{again:>14}"
+        return f"{name:{_NAMES}}{layers:>8}{kept:>14}{again:>14}"
 
     found = [line(*HEADINGS), "-" * WIDTH]
     for row in rows:
         *before, name = broken(row.module or "(root)").split("\n")
+        if len(name) > _NAMES:  # one word of that length: its numbers go below
+            before, name = [*before, name], ""
         sizes = [size(count) if count else "-" for count in (row.saved_bytes, row.recomputed_bytes)]
         found += [*before, line(name, str(row.layers), *sizes)]
         found += [wrapped(f"      {words}") for words in in_words(row.reasons)]

@@ -74,10 +74,7 @@ def collect_edges(
     number, streams = _streams(joint, draft, layer, moves)
     alike = Counter((read, -1 if beside is None else number[beside]) for read, beside in moves)
     prices = RedistributionCosts(
-        settings.shape,
-        settings.topology,
-        settings.device.memory_bandwidth,
-        exchange=settings.device.name != "cpu",  # gloo has no all-to-all
+        settings.shape, settings.topology, settings.device.memory_bandwidth
     )
     # what backward keeps from forward is moved in forward, so that both sides may share the move
     kept = set() if settings.reshard_after_forward else chains.held

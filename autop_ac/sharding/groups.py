@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import operator
 from collections import defaultdict
@@ -15,9 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial
 
 from ..capture.joint import JointGraph, Port
-from ..errors import ConfigError
 from ..graph.devices import DeviceSpec, Topology
-from .constraints import Constraints
 from .fold import is_tensor_node
 from .layout import free_placements, local_bytes, replicated
 from .option import Option, leaves_of, outputs_of
@@ -107,28 +104,6 @@ def uneven_casts(
             time_s = 2 * size / settings.device.memory_bandwidth
             extra.append(Option((placements,), (placements,), time_s, size))
     return extra
-
-
-def fix_nodes(joint: JointGraph, draft: Draft, constraints: Constraints) -> None:
-    by_parameter = {
-        port.name: name for name, port in joint.placeholders.items() if port.kind == "parameter"
-    }
-    for name, placements in constraints.nodes.items():
-        group = draft.group_of.get(by_parameter.get(name, name))
-        if group is None:
-            near = difflib.get_close_matches(name, [*draft.group_of, *by_parameter], n=3)
-            hint = f"; near it: {', '.join(near)}" if near else ""
-            raise ConfigError(f"no node or parameter {name!r} in the captured graph{hint}")
-        kept = tuple(
-            o for o in draft.options[group] if o.outputs and o.outputs[0] == tuple(placements)
-        )
-        if not kept:
-            possible = list(dict.fromkeys(str(o.outputs[0]) for o in draft.options[group]))
-            raise ConfigError(
-                f"{name!r} cannot give {tuple(placements)}; its placements are "
-                f"{', '.join(possible)}"
-            )
-        draft.options[group] = kept
 
 
 def drop_unreachable(draft: Draft, joint: JointGraph) -> None:

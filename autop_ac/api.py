@@ -27,9 +27,9 @@ from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, Topology, described_gpu, find_device
 from .progress import progress
 from .recompute.hints import ResolvedHints, resolve_hints
-from .recompute.pareto import ParetoPoint
 from .recompute.pipeline import Recompute
 from .report.build import ACReport, build_report
+from .report.curve import ParetoCurve
 from .report.estimate import Estimate
 from .report.explain import Explanation
 from .report.plan_table import plan_table
@@ -315,8 +315,11 @@ class AutoParallel(Constrained):
                 names[name] = (*names.get(name, ()), entry.name)
         device = self._settings().device
         inputs = self._request.inputs() if self._request is not None else ()
+        config = self._ac
         report = cache(
-            lambda: build_report(recompute, plan, device=device, names=names, inputs=inputs)
+            lambda: build_report(
+                recompute, plan, device=device, names=names, inputs=inputs, config=config
+            )
         )
         artifact("report", lambda: report().to_json(), "json")
         return report
@@ -429,7 +432,7 @@ class AutoParallel(Constrained):
         """
         return self.ac_report.explain(asked)
 
-    def pareto(self, depth: int = 4) -> tuple[ParetoPoint, ...]:
+    def pareto(self, depth: int = 4) -> ParetoCurve:
         """The curve of predicted peak against recompute time; after `optimize_placement`.
 
         What binds (hints, rules, the all-gather contract) holds in every point; what stages or a budget
@@ -440,7 +443,8 @@ class AutoParallel(Constrained):
             depth: how often each part of the curve is halved; more takes longer.
 
         Returns:
-            Points of growing peak (bytes on one device) and falling recompute time (seconds).
+            Points of growing peak (bytes on one device) and falling recompute time (seconds): a tuple of
+            `ParetoPoint` that prints as a table.
         """
         return self.ac_report.pareto(depth)
 

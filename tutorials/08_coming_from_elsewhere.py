@@ -156,7 +156,7 @@ assert len(listed.saved) == len(full.saved) + len(products)
 # | `mode` | here |
 # |---|---|
 # | `"none"` | `enable=False` |
-# | `"full"` | checkpoints around the layers stay; or `ac_region()` in the layer |
+# | `"full"` | checkpoints around the layers stay; or `ac_region()` in the layer; or the rule `layers.*=checkpoint` |
 # | `"selective"`, option `"op"` | `ac_region(save=[every(2, aten.mm), ATTENTION, ...])`, or rules |
 # | `"selective"`, option `"2"` (every second layer) | rules on a part of the layers, `"layers.*[13579]..."` |
 # | `"memory_budget"`, `memory_budget=0.5` | `memory_budget=`; see below |

@@ -17,6 +17,7 @@ import torch
 from ..capture.joint import JointGraph
 from ..capture.names import module_path
 from ..errors import ConfigError, InfeasibleError, SolverError
+from ..near import did_you_mean
 from .build import Built, build_problem
 from .constraints import Constraints
 from .difference import PlanDiff, ms, plan_diff, words

@@ -14,17 +14,21 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch as private
+from .._torch_local_map import keeping_local_maps
 from ..annotate import capturing, is_region_object
 from ..errors import AutopACError, CaptureError, ConfigError
 from .batch_norm import BATCH_NORM
 from .calling import CallForm, Calling, FlatForward, call_form, described, noting
 from .joint import JointGraph, Port
+from .local_map import check_call, inline_local_maps, mark_local
 from .marks import take_marks
 from .names import module_path, source_line, user_name
 
@@ -53,6 +57,7 @@ class Request:
         form, leaves: of the call; tensors are fake.
         mp_policy, loss_fn: as the user gave them.
         fake_mode: that all fake tensors belong to.
+        mesh: that the model is planned for, and its calls of `local_map` are for.
     """
 
     model: torch.nn.Module
@@ -62,6 +67,7 @@ class Request:
     mp_policy: MixedPrecisionPolicy | None
     loss_fn: Callable[..., Any] | None
     fake_mode: Any
+    mesh: DeviceMesh | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,7 @@ def request(
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
     loss_fn: Callable[..., Any] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Request:
     """Everything that a trace needs, on fake tensors.
 
@@ -97,6 +104,7 @@ def request(
         mp_policy: dtypes of parameters in the graph, and of outputs.
         loss_fn: ``loss_fn(output)`` or ``loss_fn(output, target)``, traced into the graph; the last
             positional input is then the target.
+        mesh: that the model is planned for; without one it may not call `local_map`.
 
     Raises:
         ConfigError: what `input_fn` gives is no input of `model`.
@@ -112,7 +120,7 @@ def request(
         )
     fakes = [_fake_input(x, fake_mode, device_type) for x in leaves]
     originals, traced = _fake_copy(model, fake_mode, device_type, mp_policy)
-    return Request(traced, originals, form, tuple(fakes), mp_policy, loss_fn, fake_mode)
+    return Request(traced, originals, form, tuple(fakes), mp_policy, loss_fn, fake_mode, mesh)
 
 
 def capture(wanted: Request, training: Sequence[bool] | None = None) -> JointGraph:
@@ -147,7 +155,12 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
     tensors = [x for x in wanted.leaves if isinstance(x, torch.Tensor)]
     where = f"while capturing {type(model).__name__}"
     try:
-        with capturing(), noting() as noted, torch.enable_grad():
+        with (
+            capturing(),
+            noting() as noted,
+            keeping_local_maps(partial(check_call, mesh=wanted.mesh)),
+            torch.enable_grad(),
+        ):
             graph = private._dynamo_graph_capture_for_export(entry)(*tensors)
     except AutopACError:
         raise
@@ -165,9 +178,11 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
             f"Remove what it names from forward, or move it out of the model.\n{error}"
         ) from error
     _check_changes(noted.changes, wanted.model, where)
+    inline_local_maps(graph, wanted.mesh)
     names = _restore_dtypes(graph, wanted.originals, wanted.fake_mode)
     joint = _export_joint(graph, tensors, where, divisible=True)
     take_marks(joint.graph_module)
+    mark_local(joint.graph_module.graph)
     paired = zip(wanted.form.names, wanted.leaves, strict=True)
     given = [name for name, leaf in paired if isinstance(leaf, torch.Tensor)]
     if lost := [n for n in (*joint.params_spec, *joint.buffers_spec) if n not in names]:

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch as private
 from ..capture.joint import JointGraph, Port
+from ..capture.local_map import enter, leave
 from ..capture.marks import placed_of
 from ..capture.names import module_path, source_line
 from ..errors import AutopACError
@@ -147,10 +148,8 @@ class _Sharder:
                 results = self._results(node)
             elif node.op == "get_attr":
                 self.values[node] = getattr(self.joint.module, node.target)
-            elif placed_of(node) is not None:  # gone: what it reads is in place
-                self.values[node] = self._bring(
-                    node.args[0], self.plan.choices[node.name].inputs[0], node
-                )
+            elif placed_of(node) is not None or node.target in (enter, leave):
+                self.values[node] = self._gone(node)
             elif node.target is operator.getitem:
                 with self._recorded_as(node, origin=node.name):
                     self.values[node] = self.values[node.args[0]][node.args[1]]
@@ -181,6 +180,14 @@ class _Sharder:
                 self.moved[key] = private.redistribute_local_tensor(value, spec, target)
         return self.moved[key]
 
+    def _gone(self, node: torch.fx.Node) -> Any:
+        """What an operator that only says where a value is gives: what it reads, brought there."""
+        value = self._bring(node.args[0], self.plan.choices[node.name].inputs[0], node)
+        if node.target is enter and node.meta["val"].is_contiguous():
+            with self._recorded_as(node, origin=node.name):
+                return value.contiguous()  # as the body was traced with
+        return value
+
     def _compute(self, node: torch.fx.Node) -> Any:
         choice = self.plan.choices[node.name]
         leaves = [a for a in pytree.arg_tree_leaves(*node.args, **node.kwargs)]
@@ -202,8 +209,9 @@ class _Sharder:
                 shape = local_shape(value.shape, self.mesh, placed)
             args = local_sizes(node.target, args, value, shape)
         offset = None
-        if self.mesh is not None and draws_random(node) and sharded_axes(choice.outputs):
-            offset = rank_offset(self.mesh, choice.outputs)
+        if self.mesh is not None and draws_random(node):
+            axes = sharded_axes(node, choice.outputs)
+            offset = rank_offset(self.mesh, axes) if axes else None
         with self._recorded_as(node, origin=node.name), drawn_with_offset(offset):
             if node.target is torch.ops.aten.view.default and not _is_viewable(*args):
                 args = (args[0].contiguous(), *args[1:])

@@ -273,13 +273,13 @@ class DispatchedExperts(Experts):
     axes it has copies of these experts and other tokens.
     """
 
-    def __init__(self, mesh):
-        super().__init__()
+    def __init__(self, mesh, experts=8):
+        super().__init__(experts)
         self.mesh = mesh
         others = mesh.ndim - 1
-        tokens, experts = (Shard(0),) * mesh.ndim, (Replicate(),) * others + (Shard(0),)
+        tokens, parts = (Shard(0),) * mesh.ndim, (Replicate(),) * others + (Shard(0),)
         self.dispatched = local_map(
-            self.dispatch, (tokens,), (tokens,) * 3 + (experts,) * 3,
+            self.dispatch, (tokens,), (tokens,) * 3 + (parts,) * 3,
             redistribute_inputs=True, device_mesh=mesh,
         )  # fmt: skip
 

@@ -417,8 +417,11 @@ def _attribute(module: fx.GraphModule, body: fx.GraphModule, node: fx.Node) -> f
 
 
 def mark_local(graph: fx.Graph) -> None:
-    """Write on each node between `enter` and `leave` the mesh axes along which it may differ."""
+    """Write on each node between `enter` and `leave` the mesh axes along which its parts lie."""
+    made: set[fx.Node] = set()  # of nothing
     for node in graph.nodes:
+        if node.op == "call_function" and all(n in made for n in node.all_input_nodes):
+            made.add(node)
         if node.target is enter:
             placements = parse_placements(node.args[1])
             cut = [a for a, p in enumerate(placements) if not isinstance(p, Replicate)]
@@ -427,6 +430,10 @@ def mark_local(graph: fx.Graph) -> None:
             axes = [n.meta[LOCAL_KEY] for n in node.all_input_nodes if is_local(n)]
             if axes:
                 node.meta[LOCAL_KEY] = frozenset().union(*axes)
+    for node in reversed(graph.nodes):
+        inside = [is_local(user) or user.target is leave for user in node.users]
+        if node in made and inside and all(inside):
+            node.meta[LOCAL_KEY] = frozenset()
 
 
 def is_local(node: fx.Node) -> bool:

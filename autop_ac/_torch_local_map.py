@@ -23,7 +23,9 @@ _NAMES = (
 
 
 @contextlib.contextmanager
-def keeping_local_maps(check: Callable[[dict[str, Any], list[Any], str, int], None]) -> Iterator[None]:
+def keeping_local_maps(
+    check: Callable[[dict[str, Any], list[Any], str, int], None],
+) -> Iterator[None]:
     """While open, Dynamo keeps `local_map` as an operator.
 
     Args:
@@ -58,7 +60,11 @@ def keeping_local_maps(check: Callable[[dict[str, Any], list[Any], str, int], No
 
 def _real(variable: Any) -> Any:
     """What Dynamo's variable stands for."""
-    value = variable.realize().as_python_constant() if not hasattr(variable, "value") else variable.value
+    value = (
+        variable.realize().as_python_constant()
+        if not hasattr(variable, "value")
+        else variable.value
+    )
     return getattr(value, "real_obj", value)
 
 

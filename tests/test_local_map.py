@@ -13,7 +13,7 @@ from autop_ac import AutoParallel, CaptureError, ConfigError, ac_region, fake_me
 from autop_ac.capture.trace import capture, request
 from autop_ac.graph.devices import Topology, find_device
 from autop_ac.sharding.options import OptionFinder
-from tests.zoo import DIM, DispatchedExperts, Experts
+from tests.zoo import DispatchedExperts, Experts
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 aten = torch.ops.aten
@@ -262,3 +262,146 @@ def results():
 def test_it_trains_as_one_process_does(results, case):
     for found in results:
         assert not found[case], found[case]
+
+
+# ------------------------------------------------------------- without processes
+
+
+def planned(model, x=None, mesh=None):
+    mesh = mesh or fake_mesh((2,))
+    x = torch.randn(8, 16) if x is None else x
+    with AutoParallel(model, lambda: x, mesh).configure_device("H100") as ap:
+        return ap.configure_compile("eager").optimize_placement(), ap
+
+
+class Free(Base):
+    """Every setting as it is told."""
+
+    def __init__(self, mesh, local=None, **settings):
+        super().__init__()
+        default = {"out_placements": ((R,),), "in_placements": ((S1,), (S0,)), "device_mesh": mesh}
+        self.settings, self.function = {**default, **settings}, local or self.product
+        self.mesh = mesh
+
+    def product(self, h, weight):
+        return self.sum(h @ weight)
+
+    def forward(self, x):
+        return self.down(local_map(self.function, **self.settings)(self.up(x), self.weight) + x)
+
+
+def test_placements_are_those_told_and_only_those():
+    mesh = fake_mesh((2, 2))
+    settings = {"out_placements": ((R, S0),), "in_placements": ((S1, S0), (S0, R))}
+    plan, ap = planned(Free(mesh, lambda h, w: h @ w, **settings), mesh=mesh)
+    ends = {n: c for n, c in plan.choices.items() if "local" in n}
+    given = [(c.inputs[0], c.outputs[0]) for n, c in ends.items() if n.startswith("enter")]
+    left = [(c.inputs[0], c.outputs[0]) for n, c in ends.items() if n.startswith("leave")]
+    whole = (R, R)
+    # two inputs, and the gradient of the result; the result, and gradients of both inputs: copies add up
+    assert sorted(map(str, given)) == sorted(
+        map(str, [((S1, S0), whole), ((S0, R), whole), ((R, S0), whole)])
+    )
+    assert sorted(map(str, left)) == sorted(
+        map(str, [(whole, (R, S0)), (whole, (S1, S0)), (whole, (S0, P))])
+    )
+    with pytest.raises(ConfigError, match="cannot give"):
+        with AutoParallel(
+            Free(mesh, lambda h, w: h @ w, **settings), lambda: torch.randn(8, 16), mesh
+        ) as ap:
+            ap.sharding_optimizer.add_node_constraint("leave_local", (S0, S0))
+            ap.optimize_placement()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device_mesh": None}, r"local_map at .*test_local_map.py:\d+: give it device_mesh="),
+        ({"device_mesh": "other"}, r"device_mesh is .*planned for .*the whole of it"),
+        ({"in_placements": ((S1,),)}, "in_placements has 1 entries for 2 arguments"),
+        ({"in_placements": ((S1,), None)}, r"in_placements\[1\] is None, and argument 1 is a tensor"),
+        ({"in_placements": None}, "in_placements is None: give a tuple"),
+        ({"in_placements": ((S1,), (S0, R))}, r"in_placements\[1\] .*1 placements, one for each axis"),
+        ({"in_placements": ((Shard(2),), (S0,))}, r"Shard\(dim=2\).*shape is \(8, 32\)"),
+        ({"in_placements": ((S0,), (Shard(-3),))}, r"Shard\(dim=-3\).*shape is \(32, 16\)"),
+        ({"in_grad_placements": ((S1,),)}, "in_grad_placements has 1 entries for 2"),
+        ({"out_placements": (R,)}, "out_placements is .*give a tuple with an entry for each"),
+        ({"out_placements": ((Partial("max"),),)}, 'a Partial is a "sum" or an "avg"'),
+        ({"out_placements": ((Shard(2),),)}, "Sharding dim 2 greater than tensor ndim 2"),
+        ({"out_placements": ((R,), (R,))}, "Expecting 2 outputs"),
+        ({"x": torch.randn(7, 16), "in_placements": ((S0,), (R,))}, r"does not cut \(7, 32\)"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_said_with_the_line(settings, message):
+    mesh = fake_mesh((2,))
+    settings = dict(settings)
+    x = settings.pop("x", None)
+    if settings.get("device_mesh") == "other":
+        settings["device_mesh"] = torch.distributed.DeviceMesh("cpu", [1, 0])
+    with pytest.raises((ConfigError, CaptureError), match=message):
+        planned(Free(mesh, **settings), x, mesh)
+
+
+def test_a_call_inside_of_a_call_is_refused():
+    mesh = fake_mesh((2,))
+    inner = local_map(lambda h: h * 2, ((R,),), ((R,),), device_mesh=mesh)
+    with pytest.raises(ConfigError, match="inside of another local_map"):
+        planned(Free(mesh, lambda h, w: inner(h) @ w), mesh=mesh)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+def test_a_backward_of_its_own_that_communicates_has_to_say_what_gradients_are():
+    class Unsaid(Megatron):
+        gradients = None
+
+    with pytest.raises(CaptureError, match=r"autograd.Function inside it communicates.*in_grad_pl"):
+        planned(Unsaid(fake_mesh((2,))))
+
+
+def test_communication_inside_is_priced_over_its_axis():
+    mesh = fake_mesh((2, 4))
+    model = Free(
+        mesh,
+        lambda h, w: funcol.all_reduce(funcol.all_reduce(h @ w, "sum", mesh.get_group(0)), "sum", mesh.get_group(1)),
+        out_placements=((R, R),), in_placements=((S1, S1), (S0, S0)),
+    )  # fmt: skip
+    joint = capture(request(model, lambda: torch.randn(8, 16), mesh=mesh))
+    topology = Topology(link_bandwidth=(1e9, 2e9), latency_s=(3e-6, 5e-6))
+    finder = OptionFinder(mesh, find_device("H100"), topology)
+    found = {n.name: finder.options(n) for n in joint.module.graph.nodes if n.op == "call_function"}
+    bytes_ = 8 * 16 * 4
+    expected = {
+        "all_reduce": 2 * (3e-6 + bytes_ / 2 / 1e9),
+        "all_reduce_1": 2 * (5e-6 + bytes_ * 3 / 4 / 2e9),
+    }
+    for name, seconds in expected.items():
+        (option,) = found[name]
+        assert option.compute_s == pytest.approx(seconds)
+    assert found["wait_tensor"][0].compute_s == 0.0
+
+
+class Hinted(Base):
+    inputs, outputs = ((S0,), (R,), (R,)), ((S0,),)
+
+    def local(self, h, weight, scale):
+        with ac_region("inner", save=[aten.mm]):
+            y = (h @ weight).relu().sin()
+        return (y * scale).cos()
+
+
+class Around(Hinted):
+    def forward(self, x):
+        with ac_region("outer"):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [Hinted, Around])
+def test_hints_hold_inside_and_around(make):
+    mesh = fake_mesh((2,))
+    _, ap = planned(make(mesh), mesh=mesh)
+    ap.configure_ac(stage_size=None)
+    saved = {v.op: v for v in ap.preview().saved}
+    assert saved["aten.mm.default"].reason == 'ac_region "inner" saves aten.mm'
+    assert "test_local_map.py" in saved["aten.mm.default"].source
+    assert not {"aten.sin.default", "aten.relu.default"} & set(saved) or make is Hinted
+    assert len(saved) == 1 or make is Hinted

@@ -1,4 +1,4 @@
-"""Operators with parts written by hand: flex attention, local_map, grouped matrix products."""
+"""Operators with parts written by hand: flex attention, communication, grouped matrix products."""
 
 import copy
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.experimental import local_map
 from torch.nn.attention.flex_attention import flex_attention
 
 from autop_ac import AutoParallel, CaptureError, fake_mesh
@@ -53,14 +52,8 @@ def test_flex_attention_is_replicated_with_a_warning_and_runs():
     torch.testing.assert_close(parallel(x), expected)
 
 
-def test_communication_in_local_map_is_refused():
+def test_communication_outside_of_local_map_is_refused():
     mesh = fake_mesh((4,))
-
-    @local_map(
-        out_placements=[(R,)], in_placements=([S0], [R]), redistribute_inputs=True, device_mesh=mesh
-    )
-    def summed(x, weight):
-        return funcol.all_reduce((x @ weight).sum(0), "sum", mesh.get_group())
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -68,7 +61,7 @@ def test_communication_in_local_map_is_refused():
             self.weight = torch.nn.Parameter(torch.randn(32, 32))
 
         def forward(self, x):
-            return summed(x, self.weight)
+            return funcol.all_reduce((x @ self.weight).sum(0), "sum", mesh.get_group())
 
     with AutoParallel(Model(), lambda: torch.randn(8, 32), mesh) as ap:
         ap.configure_device("H100").configure_compile("eager")

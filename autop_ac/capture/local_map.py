@@ -192,7 +192,9 @@ def _check_placements(where: str, entry: Any, shape: Any, sizes: tuple[int, ...]
         )
     for placement in entry:
         if type(placement) not in (Shard, Replicate, Partial):
-            raise ConfigError(f"{where} has {placement!r}: allowed are Shard, Replicate and Partial")
+            raise ConfigError(
+                f"{where} has {placement!r}: allowed are Shard, Replicate and Partial"
+            )
         if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
             raise ConfigError(f'{where} has {placement!r}: a Partial is a "sum" or an "avg"')
     if shape is None:
@@ -263,7 +265,7 @@ def _inline(module: fx.GraphModule, node: fx.Node, mesh: DeviceMesh) -> None:
     results = []
     for value, placements in zip(body.graph.output_node().args[0], call.outputs, strict=True):
         with module.graph.inserting_before(node):
-            shape = _global_shape(value.meta["example_value"].shape, placements, mesh, source)
+            shape = _global_shape(value.meta["example_value"].shape, placements, mesh)
             shares = 1 if call.gradients else _shares(placements, silent, mesh)
             args = (values[value], placement_text(placements), shares, shape, source)
             results.append(_made(module, node, leave, args))
@@ -327,7 +329,9 @@ def _own_backward(body: fx.GraphModule) -> fx.Node | None:
         for node in module.graph.nodes:
             if getattr(node.target, "__name__", "") != "autograd_function_apply":
                 continue
-            inside = [getattr(module, a.target, None) for a in node.all_input_nodes if a.op == "get_attr"]
+            inside = [
+                getattr(module, a.target, None) for a in node.all_input_nodes if a.op == "get_attr"
+            ]
             if any(isinstance(m, fx.GraphModule) and _communicates(m.graph) for m in inside):
                 return node
     return None
@@ -380,17 +384,10 @@ def _local_shape(shape: Sequence[int], placements: Placements, mesh: DeviceMesh)
     return left
 
 
-def _global_shape(
-    shape: Sequence[int], placements: Placements, mesh: DeviceMesh, source: str
-) -> list[int]:
+def _global_shape(shape: Sequence[int], placements: Placements, mesh: DeviceMesh) -> list[int]:
     whole = list(shape)
     for placement, size in zip(placements, mesh.shape, strict=True):
         if isinstance(placement, Shard):
-            if placement.dim >= len(whole):
-                raise ConfigError(
-                    f"local_map at {source or 'an unknown line'}: out_placements has {placement!r} for a "
-                    f"result of shape {tuple(shape)} on one device"
-                )
             whole[placement.dim] *= size
     return whole
 

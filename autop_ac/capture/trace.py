@@ -28,7 +28,8 @@ from ..errors import AutopACError, CaptureError, ConfigError
 from .batch_norm import BATCH_NORM
 from .calling import CallForm, Calling, FlatForward, call_form, described, noting
 from .joint import JointGraph, Port
-from .local_map import check_call, inline_local_maps, mark_local
+from .local_map import inline_local_maps, mark_local
+from .local_map_call import check_call
 from .marks import take_marks
 from .names import module_path, source_line, user_name
 

@@ -39,6 +39,11 @@ def keeping_local_maps(
         nonlocal depth
         settings = {name: _real(arg) for name, arg in zip(_NAMES, args[1:6], strict=True)}
         given = [arg.realize() for arg in args[6:]]
+        for arg in given:
+            if (
+                arg.is_tensor()
+            ):  # what a checkpoint around the call reads is lifted with its whole shape
+                tx.output.current_tracer.maybe_lift_tracked_freevar_to_input(arg.as_proxy())
         shapes = [
             arg.as_proxy().node.meta["example_value"].shape if arg.is_tensor() else None
             for arg in given

@@ -8,6 +8,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import local_map
+from torch.utils.checkpoint import checkpoint
 
 from autop_ac import AutoParallel, CaptureError, ConfigError, ac_region, fake_mesh, launch
 from autop_ac.capture.trace import capture, request
@@ -57,6 +58,14 @@ class Summed(Base):
 
     def local(self, h, weight, scale):
         return self.whole(self.sum(h @ weight), torch.eye(16, dtype=h.dtype), scale)
+
+
+class Checkpointed(Summed):
+    """Inside of a checkpoint, which reads what the call reads too."""
+
+    def forward(self, x):
+        again = lambda x: super(Checkpointed, self).forward(x) * self.scale + x  # noqa: E731
+        return checkpoint(again, x, use_reentrant=False)
 
 
 class LeftOver(Base):
@@ -173,6 +182,7 @@ class Experted(torch.nn.Module):
 
 CASES = {
     "summed": (Summed, (2,), {}),
+    "checkpointed": (Checkpointed, (2,), {}),
     "left over": (LeftOver, (2,), {}),
     "mean": (Mean, (2,), {}),
     "gathered": (Gathered, (2,), {}),

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch as private
+from .._torch_flex import traced_with_gradients
 from .._torch_local_map import keeping_local_maps
 from ..annotate import capturing, is_region_object
 from ..errors import AutopACError, CaptureError, ConfigError
@@ -160,6 +161,7 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
             capturing(),
             noting() as noted,
             keeping_local_maps(partial(check_call, mesh=wanted.mesh)),
+            traced_with_gradients(),
             torch.enable_grad(),
         ):
             graph = private._dynamo_graph_capture_for_export(entry)(*tensors)

@@ -32,7 +32,9 @@ from ..capture.names import module_path, source_line
 from ..errors import AutopACError
 from ..graph.collect import draws_random
 from ..graph.random import drawn_with_offset, rank_offset, sharded_axes
+from .flex_rules import FLEX, with_offsets
 from .local_args import local_sizes
+from .option import entries, producer_of
 from .plan import Choice, Placements, ShardingPlan
 
 _TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
@@ -97,13 +99,9 @@ def unsharded(joint: JointGraph) -> ShardingPlan:
         leaves = pytree.arg_tree_leaves(*node.args, **node.kwargs)
         reads = sum(isinstance(a, torch.fx.Node) for a in leaves)
         value = node.meta.get("val")
-        gives = 1 if isinstance(value, torch.Tensor) or value is None else len(_listed(value))
+        gives = len(entries(value))
         choices[node.name] = Choice(node.name, (None,) * reads, (None,) * gives)
     return ShardingPlan((), (), choices, {}, 0.0)
-
-
-def _listed(value: Any) -> Any:
-    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _must_stay(node: torch.fx.Node) -> bool:
@@ -158,11 +156,9 @@ class _Sharder:
         return results
 
     def _placements(self, node: torch.fx.Node) -> Placements | None:
-        if node.target is not operator.getitem:
-            choice = self.plan.choices.get(node.name)
-            return choice.outputs[0] if choice else None
-        source, index = node.args
-        return self.plan.choices[source.name].outputs[index]
+        source, index = producer_of(node)
+        choice = self.plan.choices.get(source.name)
+        return choice.outputs[index] if choice else None
 
     def _bring(self, node: torch.fx.Node, wanted: Placements | None, reader: torch.fx.Node) -> Any:
         """The value of `node` at the placements wanted, moved there at most once."""
@@ -208,6 +204,7 @@ class _Sharder:
             if placed is not None and isinstance(value, torch.Tensor):
                 shape = local_shape(value.shape, self.mesh, placed)
             args = local_sizes(node.target, args, value, shape)
+            args = self._shifted(node, args, choice)
         offset = None
         if self.mesh is not None and draws_random(node):
             axes = sharded_axes(node, choice.outputs)
@@ -219,15 +216,22 @@ class _Sharder:
         self._check(node, result, choice.outputs)
         return result
 
+    def _shifted(self, node: torch.fx.Node, args: Any, choice: Choice) -> Any:
+        """Flex attention's functions of the numbers of a batch and a head, for a device that has some."""
+        placed = choice.inputs[0] if node.target in FLEX else None
+        if placed is None or all(p.is_replicate() for p in placed):
+            return args
+        assert self.mesh is not None
+        shape = node.args[0].meta["val"].shape
+        return with_offsets(node.target, args, shape, placed, self.mesh)
+
     def _check(self, node: torch.fx.Node, result: Any, outputs: Any) -> None:
         if self.mesh is None:
             return
         values = node.meta.get("val")
         if values is None:
             return
-        single = isinstance(values, torch.Tensor)
-        pairs = zip([values] if single else values, [result] if single else result, strict=True)
-        for i, (value, got) in enumerate(pairs):
+        for i, (value, got) in enumerate(zip(entries(values), entries(result), strict=True)):
             if not isinstance(value, torch.Tensor) or outputs[i] is None:
                 continue
             expected = local_shape(value.shape, self.mesh, outputs[i])

@@ -28,10 +28,11 @@ from ..capture.names import source_line
 from ..errors import CaptureError
 from ..graph.cost import node_time_s, tensor_bytes
 from ..graph.devices import DeviceSpec, Topology
+from .flex_rules import FLEX, flex_shapes
 from .layout import divides, even_local_shape
 from .local_args import local_sizes
 from .local_map_rules import LocalMapRules
-from .option import Option, leaves_of, outputs_of
+from .option import Option, entries, leaves_of, outputs_of
 from .plan import Placements
 from .rules import Row, axis_rows
 
@@ -174,7 +175,10 @@ class OptionFinder:
             for k, v in local_kwargs.items()
         }
         try:
-            result = node.target(*local_args, **local_kwargs)
+            if node.target in FLEX:
+                result = flex_shapes(node.target, local_args)
+            else:
+                result = node.target(*local_args, **local_kwargs)
         except (
             RuntimeError,
             IndexError,
@@ -184,8 +188,7 @@ class OptionFinder:
             NotImplementedError,
         ):
             return None
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        known = [r if isinstance(r, torch.Tensor) else None for r in results]
+        known = [r if isinstance(r, torch.Tensor) else None for r in entries(result)]
         return _Run(
             tuple(None if r is None else tuple(r.shape) for r in known),
             tuple(0 if r is None else tensor_bytes(r) for r in known),

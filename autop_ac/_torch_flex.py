@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
+import torch
 import torch.nn.attention.flex_attention as module
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 
@@ -21,4 +23,24 @@ def traced_with_gradients() -> Iterator[None]:
         yield
 
 
-__all__ = ["flex_attention", "flex_attention_backward", "traced_with_gradients"]
+def backward_with_gradients(*args: Any) -> Any:
+    """The backward run node by node, with the gradients of all that `score_mod` looks things up in.
+
+    Torch's own leaves out those of what requires none, and in a backward that runs nothing does.
+    """
+    place = len(args) - 2
+    looked_up = tuple(
+        t.detach().requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+        for t in args[place]
+    )
+    operator: Any = flex_attention_backward
+    with torch.no_grad():
+        return operator(*args[:place], looked_up, *args[place + 1 :])
+
+
+__all__ = [
+    "backward_with_gradients",
+    "flex_attention",
+    "flex_attention_backward",
+    "traced_with_gradients",
+]

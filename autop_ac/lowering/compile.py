@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from .. import _torch_compile as private
+from .._torch_flex import backward_with_gradients, flex_attention_backward
 from ..capture.joint import JointGraph
 from ..graph.random import random_decompositions
 from ..recompute.pipeline import Recompute
@@ -74,6 +75,8 @@ def _node_by_node(gm: torch.fx.GraphModule, _: Any) -> Any:
 
     `torch.fx.Interpreter` runs the same in the same order; it takes more time than small kernels do.
     """
+    for node in gm.graph.find_nodes(op="call_function", target=flex_attention_backward):
+        node.target = backward_with_gradients
     gm.graph.set_codegen(private._BoxedCodeGen())
     gm.recompile()
 

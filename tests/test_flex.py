@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from autop_ac import AutoParallel, fake_mesh, launch
+from autop_ac import AutoParallel, ConfigError, fake_mesh, launch
 from autop_ac.capture.trace import capture, request
 from autop_ac.graph.devices import find_device
 from autop_ac.sharding.options import OptionFinder
@@ -130,3 +130,44 @@ def results():
 def test_it_trains_as_plain_attention_does(results, case):
     for found in results:
         assert not found[case], found[case]
+
+
+def options_of(mesh, **settings):
+    joint = capture(request(Attention(True, **settings), lambda: torch.randn(4, LENGTH, 32)))
+    finder = OptionFinder(mesh, find_device("H100"))
+    nodes = {n.name: n for n in joint.module.graph.nodes}
+    found = [finder.options(nodes[n]) for n in ("flex_attention", "flex_attention_backward")]
+    assert not finder.notes
+    return found
+
+
+def test_a_block_mask_is_cut_where_it_has_a_batch_and_what_is_looked_up_is_whole():
+    forward, backward = options_of(fake_mesh((2,)), kinds=("mask", "documents", "slopes"))
+    assert [o.outputs[0] for o in forward] == [(R,), (S0,), (S1,)]
+    for option, masks in zip(forward, ((R,), (S0,), (R,))):
+        placed = [p for p in option.inputs if p is not None]
+        # queries, keys, values; eight tensors of a mask for each batch; slopes, documents
+        assert placed == [option.outputs[0]] * 3 + [masks] * 8 + [(R,)] * 2
+    assert [o.outputs for o in backward] == [
+        ((R,),) * 4, ((S0,),) * 3 + ((P,),), ((S1,),) * 3 + ((P,),)
+    ]  # fmt: skip
+    whole, *parts = (o.compute_s for o in forward)
+    assert all(part < whole for part in parts)
+
+
+def test_heads_are_cut_only_with_their_keys():
+    forward, _ = options_of(fake_mesh((4,)), kinds=("mask",), kv_heads=2)
+    assert [o.outputs[0] for o in forward] == [(R,), (S0,)]
+    forward, backward = options_of(fake_mesh((4,)), kinds=("mask",), kv_heads=1)
+    assert forward[-1].inputs[:3] == ((S1,), (R,), (R,))
+    assert backward[-1].outputs == ((S1,), (P,), (P,))
+
+
+def test_a_backward_that_inductor_lacks_is_said():
+    model = Attention(True, kinds=("mask",))
+    with AutoParallel(model, lambda: torch.randn(4, LENGTH, 32), fake_mesh((2,))) as ap:
+        plan = ap.optimize_placement()
+        with pytest.raises(
+            ConfigError, match=r"test_flex.py:\d+: Inductor has no backward .*eager"
+        ):
+            ap.apply_placement(plan)

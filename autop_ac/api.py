@@ -227,6 +227,7 @@ class AutoParallel(Constrained):
                 self._mesh.device_type,
                 mp_policy=self._mp_policy,
                 loss_fn=self._loss_fn,
+                mesh=self._mesh,
             )
             self._joint = capture(self._request)
         self._hints = resolve_hints(

@@ -54,7 +54,7 @@ class Built:
 def build_problem(joint: JointGraph, constraints: Constraints, settings: Settings) -> Built:
     """The integer program's data: groups, options, edges, ties, memory."""
     inputs, outputs = port_placements(joint, constraints, settings.shape)
-    finder = OptionFinder(settings.mesh, settings.device)
+    finder = OptionFinder(settings.mesh, settings.device, settings.topology)
     uneven_chain, activations = parameter_casts(joint), activation_nodes(joint)
     marks: dict[torch.fx.Node, Hashable] = {
         node: (node in uneven_chain, node in activations, _own_mark(node, joint, constraints))

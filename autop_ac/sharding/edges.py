@@ -16,7 +16,7 @@ from .costs import RedistributionCosts
 from .fold import is_tensor_node, places_of
 from .formulation import Edge, Stream, Value
 from .groups import Draft, Settings, source_of
-from .option import given, leaves_of, outputs_of, wanted
+from .option import given, leaves_of, outputs_of, producer_of, wanted
 
 _Beside = tuple[int, str] | None  # side and layer whose computation hides a move
 
@@ -57,9 +57,7 @@ def collect_edges(
             return
         read = _Read(*source, consumer, slot, (leaf, reader) in late)
         first.setdefault(read, (leaf, reader))
-        name = (
-            leaf.name if is_tensor_node(leaf) or leaf.op != "call_function" else leaf.args[0].name
-        )
+        name = producer_of(leaf)[0].name
         for gather, side in chains.gathers(leaf, reader, settings.reshard_after_forward):
             hidden = side >= 0 and settings.prefetch and (leaf in chains.gradients or fits(leaf))
             readers[name, source[1], gather, (side, layer[leaf]) if hidden else None][read] = None

@@ -21,6 +21,7 @@ from .policies import ATTENTION, COLLECTIVES, MATMUL, Rule, every
 from .report.curve import ParetoCurve
 from .report.estimate import Estimate
 from .report.explain import Explanation
+from .report.plan_table import plan_table
 from .report.values import ACReport
 from .runtime.launch import WorkerError, fake_mesh, launch
 from .runtime.memory import measure_memory
@@ -63,5 +64,6 @@ __all__ = [
     "fake_mesh",
     "launch",
     "measure_memory",
+    "plan_table",
     "with_sharding_constraint",
 ]

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from autop_ac import AutoParallel, ConfigError, PlanFileError, ShardingPlan, UsageError, fake_mesh
+from autop_ac import (
+    AutoParallel,
+    ConfigError,
+    PlanFileError,
+    ShardingPlan,
+    UsageError,
+    fake_mesh,
+    plan_table,
+)
 from autop_ac.placements import parse_placements, placement_text
 from autop_ac.sharding.plan import Choice
 
@@ -62,7 +70,7 @@ def test_a_module_is_explained_node_by_node_and_an_impossible_placement_says_why
     assert any(reason.name in plan.choices for reason in reasons)
     odd = plan.explain("up.bias", (Shard(3),))
     assert odd.difference is None and "its placements are" in odd.why_not and "no plan" in str(odd)
-    with pytest.raises(ConfigError, match=r"no node.*near it: .*up"):
+    with pytest.raises(ConfigError, match=r"no node.*did you mean .*up"):
         plan.explain("upp")
 
 
@@ -128,6 +136,32 @@ def test_a_plan_of_another_graph_is_refused(planned, tmp_path):
     with opened(hidden=128) as ap:
         with pytest.raises(UsageError, match="another model.*fingerprint"):
             ap.apply_placement(ShardingPlan.load(tmp_path / "plan.json"))
+
+
+def test_a_file_that_is_not_there_is_told_with_the_nearest_and_may_be_caught_as_such(
+    planned, tmp_path
+):
+    _, plan = planned
+    plan.save(tmp_path / "plan.json")
+    for error in (PlanFileError, FileNotFoundError):
+        with pytest.raises(
+            error, match=r"plam\.json: there is no such file; did you mean .*plan\.json"
+        ):
+            ShardingPlan.load(tmp_path / "plam.json")
+        with pytest.raises(error, match=r"no such file, and no folder .*no\n.*plan\.save"):
+            ShardingPlan.load(tmp_path / "no" / "plan.json")
+        with pytest.raises(error, match="there is no folder .*no: make it first"):
+            plan.save(tmp_path / "no" / "plan.json")
+    (tmp_path / "plan.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanFileError, match="no complete plan"):
+        ShardingPlan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_is_shown_as_a_table_by_the_public_name(planned, tmp_path):
+    _, plan = planned
+    plan.save(tmp_path / "plan.json")
+    table = plan_table(ShardingPlan.load(tmp_path / "plan.json"))
+    assert table == plan_table(plan) and "up.weight" in table and "predicted step" in table
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])

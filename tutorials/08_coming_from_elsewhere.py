@@ -263,7 +263,8 @@ assert any("set configure_ac(memory_budget=...) instead" in str(w.message) for w
 # | `torch._functorch.config.joint_custom_pass` for AC | not needed: no global setting takes part |
 # | meta device alone | real weights too, which are sharded in |
 #
-# And what is not there: pipeline stages (`AutoParallelPP`), and `dynamic=True`.
+# `dynamic=True` traces a size at its first call, where the public one has symbolic sizes. What is not there: pipeline
+# stages (`AutoParallelPP`).
 
 # %%
 ORDER: dict[Callable[..., Any], list[str]] = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from ..capture import batch_norm
 from ..capture.marks import names_of
 from ..capture.names import block_instance, module_calls, module_path, source_line
 from ..policies import Selector
@@ -21,7 +22,7 @@ class Captured:
 
     Attributes:
         name: the node's name.
-        op: operator as text.
+        op: operator as text; ``"aten.batch_norm.default"`` for each that a batch norm is made of.
         module: the user's module path.
         block: the instance of a repeated block that it is in, in which `every` counts.
         names: what `checkpoint_name` called it.
@@ -63,7 +64,7 @@ def make_catalog(nodes: Iterable[fx.Node], prefix: str = "") -> tuple[Captured, 
         entries.append(
             Captured(
                 node.name,
-                str(node.target) if node.op == "call_function" else node.op,
+                _operator(node),
                 module_path(stack, prefix=prefix),
                 block_instance(stack, prefix=prefix),
                 names_of(node),
@@ -80,6 +81,12 @@ def make_catalog(nodes: Iterable[fx.Node], prefix: str = "") -> tuple[Captured, 
             )
         )
     return tuple(entries)
+
+
+def _operator(node: fx.Node) -> str:
+    if node.op != "call_function":
+        return node.op
+    return batch_norm.NAME if batch_norm.is_part(node) else str(node.target)
 
 
 def is_view(node: fx.Node) -> bool:

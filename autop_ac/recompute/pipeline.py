@@ -11,6 +11,7 @@ from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 from ..config import OPTIMIZER_COPIES, ACConfig
+from ..graph.ahead import bytes_ahead, bytes_late
 from ..graph.collect import collect_facts
 from ..graph.cost import fx_node_time_s
 from ..graph.devices import DeviceSpec, Link
@@ -277,9 +278,10 @@ def least_recomputed(facts: Facts, plan: RecomputePlan) -> Outcome:
 
 
 def _with_room(facts: Facts) -> Facts:
-    """What is gathered ahead counted as held throughout: the search knows no order but its own."""
-    ahead = facts.prefetch_bytes or 0
-    return replace(facts, parameter_bytes=facts.parameter_bytes + ahead, prefetch_bytes=None)
+    """What is gathered ahead or scattered late counted as held throughout: the search knows no order but
+    its own."""
+    held = facts.parameter_bytes + bytes_ahead(facts) + bytes_late(facts)
+    return replace(facts, parameter_bytes=held, prefetch_bytes=None)
 
 
 def _with_optimizer(facts: Facts, optimizer: str | None, trained: Collection[str]) -> Facts:

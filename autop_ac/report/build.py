@@ -34,6 +34,7 @@ def build_report(
     *,
     device: DeviceSpec | None = None,
     names: Mapping[str, tuple[str, ...]] | None = None,
+    inputs: tuple[str, ...] = (),
     config: ACConfig | None = None,
 ) -> ACReport:
     """Report on the outcome of the recompute part.
@@ -41,6 +42,7 @@ def build_report(
     Args:
         device: that times were predicted for.
         names: by a name that `checkpoint_name` gave, the captured values that have it.
+        inputs: each with its global shape.
         config: the settings of AC that it came of, the defaults where None.
     """
     results = recompute.local.results
@@ -56,6 +58,7 @@ def build_report(
         device=device,
         trained=frozenset(p.name for p in results if p is not None and p.kind == "gradient"),
         names=names,
+        inputs=inputs,
         config=config,
     )
 
@@ -73,6 +76,7 @@ def make_report(
     device: DeviceSpec | None = None,
     trained: frozenset[str] = frozenset(),
     names: Mapping[str, tuple[str, ...]] | None = None,
+    inputs: tuple[str, ...] = (),
     config: ACConfig | None = None,
 ) -> ACReport:
     """Report on a recompute plan from frozen values alone."""
@@ -115,6 +119,7 @@ def make_report(
         peak_without_ac_bytes=peak_without_ac_bytes,
         time=step_time(facts, plan.saved),
         time_without_ac=step_time(facts, saved_without_ac),
+        inputs=inputs,
         basis=basis,
     )
 

@@ -45,6 +45,8 @@ class ACReport:
         kept_bytes, kept_without_ac_bytes: bytes of saved activations at the end of forward.
         peak_bytes, peak_without_ac_bytes: predicted peak of live bytes.
         time, time_without_ac: predicted seconds of one step, and where they go.
+        inputs: the inputs that all this is for, each with its shape over all devices; with ``dynamic=True``
+            other sizes have graphs of their own. ``()`` under `torch.compile`.
     """
 
     rows: tuple[ModuleRow, ...]
@@ -60,6 +62,7 @@ class ACReport:
     peak_without_ac_bytes: int
     time: StepTime
     time_without_ac: StepTime
+    inputs: tuple[str, ...]
     basis: Basis = field(repr=False, compare=False)
     """The frozen values that all this was made from."""
 
@@ -219,7 +222,8 @@ class ACReport:
             ("  recomputation in it", duration(self.recompute_s),
              duration(self.time_without_ac.recompute_s)),
         )  # fmt: skip
-        head = f"Activation checkpointing {self.basis.where} ({how})"
+        sizes = f", inputs {', '.join(self.inputs)}" if self.inputs else ""
+        head = f"Activation checkpointing {self.basis.where} ({how}){sizes}"
         return [head, *(f"  {what:40}{here:>12}{off:>14}" for what, here, off in lines)]
 
     def _remarks(self) -> list[str]:

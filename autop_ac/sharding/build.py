@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor.placement_types import Shard
@@ -25,7 +25,7 @@ from .groups import (
     uneven_casts,
 )
 from .layout import replicated
-from .limits import limits_of
+from .limits import limits_of, worth_s
 from .option import Option
 from .options import OptionFinder
 from .ports import default_notes, port_placements, result_groups, tangent_ties
@@ -54,7 +54,7 @@ class Built:
 def build_problem(joint: JointGraph, constraints: Constraints, settings: Settings) -> Built:
     """The integer program's data: groups, options, edges, ties, memory."""
     inputs, outputs = port_placements(joint, constraints, settings.shape)
-    finder = OptionFinder(settings.mesh, settings.device)
+    finder = OptionFinder(settings.mesh, settings.device, settings.topology)
     uneven_chain, activations = parameter_casts(joint), activation_nodes(joint)
     marks: dict[torch.fx.Node, Hashable] = {
         node: (node in uneven_chain, node in activations, _own_mark(node, joint, constraints))
@@ -111,6 +111,7 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: Setting
         limits=limits,
         streams=streams,
     )
+    problem = replace(problem, option_s=worth_s(problem, settings.device))
     slots = tuple(r for r in results if r is not None)
     notes = (*finder.notes, *default_notes(constraints, inputs, settings.shape))
     return Built(problem, dict(draft.group_of), slots, notes)
@@ -121,12 +122,11 @@ def _whole_on(options: list[Option], axes: tuple[int, ...]) -> list[Option]:
     return [o for o, p in placed if not any(isinstance(p[a], Shard) for a in axes)]
 
 
-def _own_mark(node: torch.fx.Node, joint: JointGraph, constraints: Constraints) -> str:
-    """The node's name where the user has placed it: it then stands alone."""
-    if node.name in constraints.nodes:
-        return node.name
+def _own_mark(node: torch.fx.Node, joint: JointGraph, constraints: Constraints) -> Hashable:
+    """Where the user has placed the node: only those placed alike stand together."""
     port = joint.placeholders.get(node.name)
-    return node.name if port is not None and port.name in constraints.nodes else ""
+    name = port.name if port is not None and port.name in constraints.nodes else node.name
+    return constraints.nodes.get(name)
 
 
 def _seconds(

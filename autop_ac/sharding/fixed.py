@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
-
 import torch
 
 from ..capture.joint import JointGraph
 from ..capture.marks import placed_of
 from ..capture.names import module_path
 from ..errors import ConfigError
+from ..near import did_you_mean
 from ..placements import parse_placements
 from ..policies import module_matches
 from .chains import is_backward
 from .constraints import Constraints
 from .fold import is_tensor_node
 from .groups import Draft
-from .layout import even_local_shape
+from .layout import counted, even_local_shape
 from .option import outputs_of
 from .plan import Placements
 
@@ -38,17 +36,23 @@ def fixed_by_modules(joint: JointGraph, constraints: Constraints) -> Fixed:
             if all(instance_of(glob, paths.get(u, "")) == module for u in readers):
                 continue
             given, output = (node, 0) if is_tensor_node(node) else (node.args[0], node.args[1])
-            if is_tensor_node(given) and outputs_of(given)[output] is not None:
-                before = found.setdefault((given, output), placements)
-                if before != placements:
+            value = outputs_of(given)[output] if is_tensor_node(given) else None
+            if value is not None:
+                here = counted(
+                    placements, value.shape, f"module constraint {glob!r} on {node.name}"
+                )
+                before = found.setdefault((given, output), here)
+                if before != here:
                     raise ConfigError(
-                        f"module constraint {glob!r}: {placements} for {node.name}, which another "
+                        f"module constraint {glob!r}: {here} for {node.name}, which another "
                         f"module constraint gives {before}. Remove one of them"
                     )
                 matched = True
         if not matched:
             known = sorted(set(paths.values()) - {""})
-            raise ConfigError(f"no module {glob!r} gives a tensor to others{_near(glob, known)}")
+            raise ConfigError(
+                f"no module {glob!r} gives a tensor to others{did_you_mean(glob, known)}"
+            )
     return found
 
 
@@ -68,15 +72,10 @@ def fixed_by_name(joint: JointGraph, draft: Draft, constraints: Constraints) -> 
     for name, placements in constraints.nodes.items():
         node = of_parameter.get(name, nodes.get(name))
         if node is None or node.name not in draft.group_of:
-            near = _near(name, [*draft.group_of, *of_parameter])
+            near = did_you_mean(name, [*draft.group_of, *of_parameter])
             raise ConfigError(f"no node or parameter {name!r} in the captured graph{near}")
         found[node, 0] = tuple(placements)
     return found
-
-
-def _near(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=3)
-    return f"; near it: {', '.join(near)}" if near else ""
 
 
 def _path(joint: JointGraph, node: torch.fx.Node) -> str:
@@ -111,7 +110,7 @@ def fixed_in_model(joint: JointGraph, mesh_shape: tuple[int, ...]) -> Fixed:
                 f"{where}: {placements} has {len(placements)} entries, and the mesh {mesh_shape} "
                 f"{len(mesh_shape)} axes: give one placement for each"
             )
-        placements = _counted(placements, len(shape))
+        placements = counted(placements, shape, where)
         if even_local_shape(shape, placements, mesh_shape) is None:
             raise ConfigError(
                 f"{where}: {placements} does not cut {tuple(shape)} into equal parts on a mesh of shape "
@@ -119,14 +118,6 @@ def fixed_in_model(joint: JointGraph, mesh_shape: tuple[int, ...]) -> Fixed:
             )
         found[node, 0] = placements
     return found
-
-
-def _counted(placements: Placements, ndim: int) -> Placements:
-    """Dims counted from the end, from the front."""
-    return tuple(
-        type(p)(p.dim % ndim) if p.is_shard() and -ndim <= p.dim < 0 else p  # type: ignore[attr-defined, call-arg]
-        for p in placements
-    )
 
 
 def fix(draft: Draft, fixed: Fixed, whose: str) -> None:

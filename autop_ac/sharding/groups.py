@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +16,19 @@ from ..capture.joint import JointGraph, Port
 from ..graph.devices import DeviceSpec, Topology
 from .fold import is_tensor_node
 from .layout import free_placements, local_bytes, replicated
-from .option import Option, leaves_of, outputs_of
+from .option import Option, leaves_of, outputs_of, producer_of
 from .plan import Placements
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the program is built for; `fold`: whether equal layers share variables; `prefetch`: whether computation hides collectives of parameters."""
+    """What the program is built for.
+
+    Attributes:
+        fold: whether equal layers share variables.
+        prefetch: whether computation hides collectives of parameters.
+        prefetch_bytes: of gathers, those up to so many bytes; None for all.
+    """
 
     mesh: DeviceMesh
     device: DeviceSpec
@@ -32,6 +37,7 @@ class Settings:
     reshard_after_forward: bool = True
     fold: bool = True
     prefetch: bool = True
+    prefetch_bytes: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -150,9 +156,7 @@ def _covers(given: tuple[Partial | None, ...], wanted: tuple[Partial | None, ...
 
 def source_of(draft: Draft, leaf: torch.fx.Node) -> tuple[int, int] | None:
     """(group, output) that gives a leaf, getitem looked through; None where it is no tensor."""
-    index = 0
-    if leaf.op == "call_function" and leaf.target is operator.getitem:
-        leaf, index = leaf.args[0], leaf.args[1]
+    leaf, index = producer_of(leaf)
     group = draft.group_of.get(leaf.name)
     if group is None or outputs_of(leaf)[index] is None:
         return None

@@ -13,6 +13,7 @@ from .formulation import Limit, Problem
 from .groups import Draft, Settings
 
 DEFAULT_SHARE = 0.5  # of the device's memory, for parameters and what goes with them
+_WORTH = 0.05  # of the time of all computation: what the memory of a whole device is worth
 _DEFAULT_COPIES = 2  # as AdamW holds
 PARAMETERS, STATE = "parameter memory", "state memory"
 DEFAULT_STATE = "state memory (the default)"
@@ -92,6 +93,25 @@ def _parameters(
     return Limit(PARAMETERS, tuple(sizes), lower, upper)
 
 
+def worth_s(problem: Problem, device: DeviceSpec) -> tuple[tuple[float, ...], ...]:
+    """Seconds of each option with what its bytes are worth, where the user set no limit.
+
+    Memory that is free lets less be recomputed and batches be larger. So parameters are sharded where
+    that costs little, also while they would fit whole.
+    """
+    limit = next((x for x in problem.limits if x.name == DEFAULT_STATE), None)
+    if limit is None:
+        return problem.option_s
+    pairs = zip(problem.options, problem.counts, strict=True)
+    least_s = sum(n * min((o.compute_s for o in options), default=0.0) for options, n in pairs)
+    per_byte_s = _WORTH * least_s / device.memory_bytes
+    option_s = list(problem.option_s)
+    for group, sizes in limit.sizes:
+        each = [per_byte_s * held / problem.counts[group] for held in sizes]
+        option_s[group] = tuple(s + more for s, more in zip(option_s[group], each, strict=True))
+    return tuple(option_s)
+
+
 def first_plan_notes(
     problem: Problem, chosen: Sequence[int], device: DeviceSpec
 ) -> tuple[str, ...]:
@@ -106,7 +126,7 @@ def first_plan_notes(
     if whole <= limit.high:
         why = (
             f"{what}, within half of the {_gib(memory)} of a device ({device.name}): parameters are sharded "
-            "only where that costs no time"
+            f"where that costs little time (all of that memory is worth {_WORTH:.0%} of a step)"
         )
     elif limit.high <= DEFAULT_SHARE * memory:
         why = f"{what}, more than half of the {_gib(memory)} of a device ({device.name}): they are sharded"

@@ -111,7 +111,11 @@ class ShardingPlan:
         return plan_diff(self, other)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, as JSON."""
+        """Write the plan to a file, as JSON.
+
+        Raises:
+            PlanFileError: there is no such folder.
+        """
         from .plan_file import save_plan
 
         save_plan(self, path)
@@ -121,7 +125,7 @@ class ShardingPlan:
         """Read what `save` wrote.
 
         Raises:
-            PlanFileError: cut off, no plan, or of another version.
+            PlanFileError: not there (a `FileNotFoundError` too), cut off, no plan, or of another version.
         """
         from .plan_file import load_plan
 

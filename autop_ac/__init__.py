@@ -18,6 +18,7 @@ from .errors import (
 )
 from .graph.devices import DeviceSpec, Topology
 from .policies import ATTENTION, COLLECTIVES, MATMUL, Rule, every
+from .report.curve import ParetoCurve
 from .report.estimate import Estimate
 from .report.explain import Explanation
 from .report.plan_table import plan_table
@@ -47,6 +48,7 @@ __all__ = [
     "ForwardInputs",
     "HintError",
     "InfeasibleError",
+    "ParetoCurve",
     "PartitionError",
     "PlanFileError",
     "Rule",

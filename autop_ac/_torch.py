@@ -28,6 +28,7 @@ from torch._functorch.aot_autograd import (
     aot_compile_joint_with_descriptors,
     aot_export_joint_with_descriptors,
 )
+from torch._guards import Source
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -97,7 +98,8 @@ def changed_objects(context: Any) -> list[tuple[str, str]]:
     for variable in effects._get_modified_vars():
         source = getattr(variable, "source", None)
         kind = type(variable.mutation_type).__name__
-        if source is None or not kind.endswith("Existing"):
+        # no source of an object: the stack of modes, which is left as it was
+        if source is None or type(source) is Source or not kind.endswith("Existing"):
             continue
         original = originals.get(id(variable))
         stored = effects.store_attr_mutations.get(variable, {})

@@ -27,13 +27,13 @@ from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, Topology, described_gpu, find_device
 from .progress import progress
 from .recompute.hints import ResolvedHints, resolve_hints
-from .recompute.pareto import ParetoPoint
 from .recompute.pipeline import Recompute
 from .report.build import ACReport, build_report
+from .report.curve import ParetoCurve
 from .report.estimate import Estimate
 from .report.explain import Explanation
 from .report.plan_table import plan_table
-from .runtime.parallel import Modes, Outputs, Runner, Runners, make_parallel
+from .runtime.parallel import Outputs, Runner, Runners, Variant, make_parallel
 from .sharding.plan import ShardingPlan
 
 log = logging.getLogger("autop_ac")
@@ -57,7 +57,9 @@ class AutoParallel(Constrained):
             that are not there.
         mp_policy: dtypes, as FSDP2 takes them.
         reshard_after_forward: gather parameters again for backward (True) or keep them gathered.
-        dynamic: reserved for varying batch sizes; True is refused at present.
+        dynamic: whether sizes of inputs may change between calls. Each new size is traced and compiled
+            at its first call, between the same placements; sizes that do not divide over the mesh are
+            computed whole on every device.
         loss_fn: ``loss_fn(output)`` or ``loss_fn(output, target)`` with the last input as target;
             the parallel module then gives the loss of the whole batch.
 
@@ -94,14 +96,15 @@ class AutoParallel(Constrained):
                 f"mp_policy is {mp_policy!r}; give torch.distributed.fsdp.MixedPrecisionPolicy("
                 "param_dtype=..., reduce_dtype=...)"
             )
-        if dynamic:
-            raise ConfigError("dynamic=True is not available yet; leave it False")
+        if not isinstance(dynamic, bool):
+            raise ConfigError(f"dynamic={dynamic!r}: allowed are True and False")
         super().__init__(mesh)
         self._model = model
         self._input_fn = input_fn
         self._mp_policy = mp_policy
         self._reshard = reshard_after_forward
         self._loss_fn = loss_fn
+        self._dynamic = dynamic
         self._ac = ACConfig()
         self._compile = CompileConfig()
         self._comm = CommConfig()
@@ -155,8 +158,9 @@ class AutoParallel(Constrained):
             all_gather_bucket: parameters of one block are gathered together while they sum to at most
                 this many bytes; a larger one is gathered alone, and so is each where None.
             reduce_scatter_bucket: the same for the reduce-scatters of gradients.
-            prefetch: start gathers ahead of their use, with at most `all_gather_bucket` bytes on their
-                way, and wait for reduce-scatters later.
+            prefetch: start gathers ahead of their use, with at most `all_gather_bucket` gathered bytes on
+                their way, and wait for sums of gradients one later; what can run so is hidden in the times
+                that placements are chosen by.
 
         Raises:
             ConfigError: no size, or `prefetch` without an `all_gather_bucket`.
@@ -223,6 +227,7 @@ class AutoParallel(Constrained):
                 self._mesh.device_type,
                 mp_policy=self._mp_policy,
                 loss_fn=self._loss_fn,
+                mesh=self._mesh,
             )
             self._joint = capture(self._request)
         self._hints = resolve_hints(
@@ -310,7 +315,13 @@ class AutoParallel(Constrained):
             for name in entry.names:
                 names[name] = (*names.get(name, ()), entry.name)
         device = self._settings().device
-        report = cache(lambda: build_report(recompute, plan, device=device, names=names))
+        inputs = self._request.inputs() if self._request is not None else ()
+        config = self._ac
+        report = cache(
+            lambda: build_report(
+                recompute, plan, device=device, names=names, inputs=inputs, config=config
+            )
+        )
         artifact("report", lambda: report().to_json(), "json")
         return report
 
@@ -330,12 +341,12 @@ class AutoParallel(Constrained):
         self._plan, self._report, self._applied = plan, self._reported(recompute, plan), True
         for note in recompute.plan.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
-        wanted = self._request
+        wanted, settings = self._request, settings.after(recompute)
 
-        def in_modes(modes: Modes) -> Runner:
-            return settings.lower_in_modes(wanted, joint, plan, modes)
+        def of_variant(variant: Variant) -> Runner:
+            return settings.lower_variant(wanted, joint, plan, variant)
 
-        runners = Runners(wanted.model, runner, in_modes)
+        runners = Runners(wanted.model, runner, of_variant, self._dynamic)
         return make_parallel(self._model, plan, self._mesh, runners)
 
     def parallelize(
@@ -422,7 +433,7 @@ class AutoParallel(Constrained):
         """
         return self.ac_report.explain(asked)
 
-    def pareto(self, depth: int = 4) -> tuple[ParetoPoint, ...]:
+    def pareto(self, depth: int = 4) -> ParetoCurve:
         """The curve of predicted peak against recompute time; after `optimize_placement`.
 
         What binds (hints, rules, the all-gather contract) holds in every point; what stages or a budget
@@ -433,7 +444,8 @@ class AutoParallel(Constrained):
             depth: how often each part of the curve is halved; more takes longer.
 
         Returns:
-            Points of growing peak (bytes on one device) and falling recompute time (seconds).
+            Points of growing peak (bytes on one device) and falling recompute time (seconds): a tuple of
+            `ParetoPoint` that prints as a table.
         """
         return self.ac_report.pareto(depth)
 

@@ -92,7 +92,7 @@ class ACBackend(ReadsHints):
         )
         with user_passes_done():
             made = compile_local(joint, local.module, partition_by(recompute), backend)
-        report = cache(lambda: build_report(recompute, None, device=device))
+        report = cache(lambda: build_report(recompute, None, device=device, config=self.ac))
         self._reports.append(report)
         artifact("report", lambda: report().to_json(), "json")
         for note in recompute.plan.notes:

@@ -26,8 +26,9 @@ from .config import ACConfig
 from .errors import AutopACError, InfeasibleError, UsageError
 from .graph.devices import DEVICES, find_device
 from .near import did_you_mean
+from .report.compare import Compared, compare_table
 from .report.plan_table import plan_table
-from .report.text import duration, size, table_text
+from .report.text import size
 from .report.values import ACReport
 from .runtime.launch import fake_mesh
 from .sharding.plan import ShardingPlan
@@ -44,6 +45,17 @@ COMPARED: Mapping[str, Mapping[str, Any]] = {
     "budget": {"memory_budget": "device"},
 }
 """Settings that `compare` knows by name."""
+
+WORDS: Mapping[str, str] = {
+    "off": "no activation checkpointing",
+    "full": "all that may be is recomputed",
+    "hints": "hints in the model alone",
+    "staged": "stages, of the size of least peak",
+    "half": "least recomputation within half of the peak with nothing recomputed",
+    "budget": "least recomputation that fits the device",
+    "given": "the flags",
+}
+"""What they are, for the lines below the table."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -261,7 +273,7 @@ def _reported(args: argparse.Namespace, ap: AutoParallel, plan: ShardingPlan) ->
 
 def _told(args: argparse.Namespace, report: ACReport) -> int:
     estimate = report.estimate()
-    print(estimate)
+    print(replace(estimate, notes=()))  # which are told above
     for path in (args.html, args.json):
         if path is not None:
             _write(path, report.save)
@@ -290,25 +302,17 @@ def _compare(args: argparse.Namespace) -> int:
     rows = []
     fits = False
     for name, config in configs.items():
+        words = WORDS.get(name, "from its file")
         try:
             report = _reported(args, ap.configure_ac(config), plan)
         except InfeasibleError as error:
-            least = (
-                "" if error.smallest_bytes is None else f"least peak {size(error.smallest_bytes)}"
-            )
-            rows.append((name, least, "", "", "", "infeasible"))
+            rows.append(Compared(name, words, config, smallest_bytes=error.smallest_bytes))
             continue
         estimate = report.estimate()
         fits |= estimate.fits
-        rows.append(
-            (name, size(estimate.peak_bytes), size(report.kept_bytes), duration(report.recompute_s),
-             duration(estimate.step_s), "fits" if estimate.fits else "does not fit")
-        )  # fmt: skip
-    print(table_text(_COMPARE, rows, right=(1, 2, 3, 4)))
+        rows.append(Compared(name, words, config, estimate, report.kept_bytes))
+    print(compare_table(rows))
     return OK if fits else UNFIT
-
-
-_COMPARE = ("settings", "peak", "kept", "recomputation", "step", "device")
 
 
 def _compared(args: argparse.Namespace) -> dict[str, ACConfig]:

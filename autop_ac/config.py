@@ -376,8 +376,8 @@ class CommConfig:
         all_gather_bucket: the gathers of one block's parameters that share a collective hold at most
             this many bytes, on one device after the gather; None for a collective each.
         reduce_scatter_bucket: the same of gradients, before the reduce-scatter.
-        prefetch: start gathers before they are used, `all_gather_bucket` bytes at most on their way,
-            and wait for reduce-scatters later.
+        prefetch: start gathers before they are used, `all_gather_bucket` gathered bytes at most on their
+            way, and wait for sums of gradients later.
     """
 
     all_gather_bucket: str | int | None = "1 MiB"

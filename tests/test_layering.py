@@ -15,6 +15,7 @@ COMMON = (
     "config",
     "documented",
     "errors",
+    "folding",
     "near",
     "selectors",
     "policies",

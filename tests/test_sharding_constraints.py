@@ -131,7 +131,7 @@ def test_modules_hand_over_what_they_are_told_to():
         ups = [n for n in ap._joint.module.graph.nodes if n.target is aten.addmm.default][::2]
         assert [plan.choices[n.name].outputs for n in ups] == [((S1,),)] * 3
         ap.sharding_optimizer.add_module_constraint("layer.1", (S1,))
-        with pytest.raises(ConfigError, match="no module 'layer.1'.*near it: .*layers"):
+        with pytest.raises(ConfigError, match="no module 'layer.1'.*did you mean layers"):
             ap.optimize_placement()
 
 
@@ -143,6 +143,49 @@ def test_two_module_constraints_that_differ_are_refused():
         ap.sharding_optimizer.add_module_constraint("layers.1.0", (R,))
         with pytest.raises(ConfigError, match="'layers.1.0': .*another module constraint gives"):
             ap.optimize_placement()
+
+
+class TwoOutputs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(16, 32)
+
+    def forward(self, x):
+        return self.up(x).split(16, dim=-1)
+
+
+class Gated(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.both, self.down = TwoOutputs(), torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        gate, up = self.both(x)
+        return self.down(torch.sigmoid(gate) * up)
+
+
+@pytest.mark.parametrize("placements", [(R,), (S0,)])
+def test_each_tensor_that_a_module_hands_over_is_where_it_is_told_to_be(placements):
+    with opened(Gated(), (2,)) as ap:
+        ap.sharding_optimizer.add_module_constraint("both", placements)
+        plan = ap.optimize_placement()
+        (split,) = (n for n in ap._joint.module.graph.nodes if n.target is aten.split.Tensor)
+        assert plan.choices[split.name].outputs == (placements, placements)
+        ap.sharding_optimizer.add_module_constraint("both", (S1,))  # along it, the parts are cut
+        with pytest.raises(ConfigError, match="module constraint: split.*cannot give"):
+            ap.optimize_placement()
+
+
+def test_a_share_of_parameters_that_the_mesh_cannot_reach_is_refused():
+    with opened(Stack(), (4,)) as ap:
+        ap.add_parameter_memory_constraint(0.0, 1 / 4)
+        ap.optimize_placement()
+        ap.add_parameter_memory_constraint(0.0, 1 / 5)
+        with pytest.raises(InfeasibleError, match="at least .* per device; asked for") as caught:
+            ap.optimize_placement()
+        whole = sum(p.numel() * 4 for p in Stack().parameters())
+        assert caught.value.smallest_bytes == whole // 4
+        assert caught.value.budget_bytes == whole // 5
 
 
 def state_bytes(plan, model, copies):
@@ -209,7 +252,7 @@ def test_the_first_plan_shards_parameters_that_do_not_fit_and_says_so():
     model = Stack()
     whole = sum(p.numel() * 16 for p in model.parameters())
     for memory, words in (
-        (8 * whole, "only where that costs no time"),
+        (8 * whole, "where that costs little time"),
         (whole, "they are sharded"),
     ):
         ap = opened(model, (4,)).configure_device(device(memory))

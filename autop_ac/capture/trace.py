@@ -14,20 +14,26 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch as private
 from .._torch_annotate import mark
+from .._torch_flex import traced_with_gradients
+from .._torch_local_map import keeping_local_maps
 from ..annotate import Entries, capturing, region_numbers
 from ..errors import AutopACError, CaptureError, ConfigError
 from .batch_norm import BATCH_NORM
 from .calling import CallForm, Calling, FlatForward, call_form, described, noting
 from .failures import mixed_dtypes, no_graph_text, own_error, own_error_text, users_line
 from .joint import JointGraph, Port
+from .local_map import inline_local_maps, mark_local
+from .local_map_call import check_call
 from .marks import take_marks
 from .names import module_path, user_name
 
@@ -56,6 +62,7 @@ class Request:
         form, leaves: of the call; tensors are fake.
         mp_policy, loss_fn: as the user gave them.
         fake_mode: that all fake tensors belong to.
+        mesh: that the model is planned for, and its calls of `local_map` are for.
     """
 
     model: torch.nn.Module
@@ -65,6 +72,12 @@ class Request:
     mp_policy: MixedPrecisionPolicy | None
     loss_fn: Callable[..., Any] | None
     fake_mode: Any
+    mesh: DeviceMesh | None = None
+
+    def inputs(self) -> tuple[str, ...]:
+        """Each tensor of the call with its global shape, ``"x (8, 16)"``."""
+        held = zip(self.form.names, self.leaves, strict=True)
+        return tuple(f"{n} {tuple(x.shape)}" for n, x in held if isinstance(x, torch.Tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,7 @@ def request(
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
     loss_fn: Callable[..., Any] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Request:
     """Everything that a trace needs, on fake tensors.
 
@@ -100,6 +114,7 @@ def request(
         mp_policy: dtypes of parameters in the graph, and of outputs.
         loss_fn: ``loss_fn(output)`` or ``loss_fn(output, target)``, traced into the graph; the last
             positional input is then the target.
+        mesh: that the model is planned for; without one it may not call `local_map`.
 
     Raises:
         ConfigError: what `input_fn` gives is no input of `model`.
@@ -115,7 +130,30 @@ def request(
         )
     fakes = [_fake_input(x, fake_mode, device_type) for x in leaves]
     originals, traced = _fake_copy(model, fake_mode, device_type, mp_policy)
-    return Request(traced, originals, form, tuple(fakes), mp_policy, loss_fn, fake_mode)
+    return Request(traced, originals, form, tuple(fakes), mp_policy, loss_fn, fake_mode, mesh)
+
+
+def resized(wanted: Request, shapes: Sequence[tuple[int, ...]]) -> Request:
+    """The same request for tensors of other sizes.
+
+    Args:
+        shapes: global, of each tensor among the leaves.
+    """
+    given = iter(shapes)
+    leaves = [_of_shape(x, next(given), wanted.fake_mode) if isinstance(x, torch.Tensor) else x
+              for x in wanted.leaves]  # fmt: skip
+    return replace(wanted, leaves=tuple(leaves))
+
+
+def _of_shape(leaf: torch.Tensor, shape: tuple[int, ...], fake_mode: Any) -> torch.Tensor:
+    """A dense tensor of another shape, its dims in the same order in memory."""
+    if tuple(leaf.shape) == shape:
+        return leaf
+    order = sorted(range(leaf.dim()), key=leaf.stride, reverse=True)
+    with fake_mode:
+        dense = torch.empty([shape[d] for d in order], dtype=leaf.dtype, device=leaf.device)
+        made = dense.permute([order.index(d) for d in range(leaf.dim())])
+    return made.requires_grad_(leaf.requires_grad)
 
 
 def capture(wanted: Request, training: Sequence[bool] | None = None) -> JointGraph:
@@ -152,7 +190,13 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
     inputs = list(zip(wanted.form.names, wanted.leaves, strict=True))
     failed: Exception | None = None
     try:
-        with capturing() as entries, noting() as noted, torch.enable_grad():
+        with (
+            capturing() as entries,
+            noting() as noted,
+            keeping_local_maps(partial(check_call, mesh=wanted.mesh)),
+            traced_with_gradients(),
+            torch.enable_grad(),
+        ):
             graph = private._dynamo_graph_capture_for_export(entry)(*tensors)
     except AutopACError:
         raise
@@ -167,11 +211,13 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
     if training is None:  # in another mode a region may well be empty
         _tell_empty_regions(entries, graph, where)
     _check_changes(noted.changes, wanted.model, where)
+    inline_local_maps(graph, wanted.mesh)
     names = _restore_dtypes(graph, wanted.originals, wanted.fake_mode)
     joint = _export_joint(graph, tensors, where, divisible=True)
     if told := mixed_dtypes(joint.graph_module.graph):
         raise CaptureError(f"{where}: {own_error_text(told, inputs)}")
     take_marks(joint.graph_module)
+    mark_local(joint.graph_module.graph)
     given = [name for name, leaf in inputs if isinstance(leaf, torch.Tensor)]
     if lost := [n for n in (*joint.params_spec, *joint.buffers_spec) if n not in names]:
         raise CaptureError(

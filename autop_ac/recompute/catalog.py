@@ -12,7 +12,7 @@ from torch import fx
 
 from ..capture import batch_norm
 from ..capture.marks import names_of
-from ..capture.names import block_instance, module_path, source_line
+from ..capture.names import block_instance, module_calls, module_path, source_line
 from ..policies import Selector
 
 
@@ -29,6 +29,9 @@ class Captured:
         base: name of the node that holds its memory: its own, what it views or is an item of, or ``""``
             where that is an input of the graph.
         source: ``"file.py:12"`` of the user's line, or ``""``.
+        calls: by path of the modules around it, the outermost first, the call that it is in:
+            ``("layers.3", "layers.3@1")`` in the second.
+        reads: names of the nodes that hold the memory of what it reads, inputs of the graph left out.
     """
 
     name: str
@@ -38,6 +41,8 @@ class Captured:
     names: tuple[str, ...] = ()
     base: str = ""
     source: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+    reads: tuple[str, ...] = ()
 
     @property
     def is_view(self) -> bool:
@@ -65,6 +70,14 @@ def make_catalog(nodes: Iterable[fx.Node], prefix: str = "") -> tuple[Captured, 
                 names_of(node),
                 base.name if base.op == "call_function" else "",
                 source_line(node.meta.get("stack_trace")),
+                module_calls(stack, prefix=prefix),
+                tuple(
+                    dict.fromkeys(
+                        b.name
+                        for b in map(base_of, node.all_input_nodes)
+                        if b.op == "call_function"
+                    )
+                ),
             )
         )
     return tuple(entries)

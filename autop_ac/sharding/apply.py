@@ -26,14 +26,17 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch as private
 from ..capture.joint import JointGraph, Port
+from ..capture.local_map import enter, leave
 from ..capture.marks import placed_of
 from ..capture.names import module_path, source_line
 from ..errors import AutopACError
 from ..graph.collect import draws_random
 from ..graph.random import drawn_with_offset, rank_offset, sharded_axes
 from .chains import gradient_chains
+from .flex_rules import FLEX, with_offsets
 from .local_args import local_sizes
 from .move import move
+from .option import entries, producer_of
 from .plan import Choice, Placements, ShardingPlan
 
 _INSERTED = ("_c10d_functional.", "_dtensor.")
@@ -93,13 +96,9 @@ def unsharded(joint: JointGraph) -> ShardingPlan:
         leaves = pytree.arg_tree_leaves(*node.args, **node.kwargs)
         reads = sum(isinstance(a, torch.fx.Node) for a in leaves)
         value = node.meta.get("val")
-        gives = 1 if isinstance(value, torch.Tensor) or value is None else len(_listed(value))
+        gives = len(entries(value))
         choices[node.name] = Choice(node.name, (None,) * reads, (None,) * gives)
     return ShardingPlan((), (), choices, {}, 0.0)
-
-
-def _listed(value: Any) -> Any:
-    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _must_stay(node: torch.fx.Node) -> bool:
@@ -154,10 +153,8 @@ class _Sharder:
                 results = self._results()
             elif node.op == "get_attr":
                 self.values[node] = getattr(self.joint.module, node.target)
-            elif placed_of(node) is not None:  # gone: what it reads is in place
-                self.values[node] = self._bring(
-                    node.args[0], self.plan.choices[node.name].inputs[0], node
-                )
+            elif placed_of(node) is not None or node.target in (enter, leave):
+                self.values[node] = self._gone(node)
             elif node.target is operator.getitem:
                 with self._recorded_as(node, origin=node.name):
                     self.values[node] = self.values[node.args[0]][node.args[1]]
@@ -169,11 +166,9 @@ class _Sharder:
         return results
 
     def _placements(self, node: torch.fx.Node) -> Placements | None:
-        if node.target is not operator.getitem:
-            choice = self.plan.choices.get(node.name)
-            return choice.outputs[0] if choice else None
-        source, index = node.args
-        return self.plan.choices[source.name].outputs[index]
+        source, index = producer_of(node)
+        choice = self.plan.choices.get(source.name)
+        return choice.outputs[index] if choice else None
 
     def _bring(self, node: torch.fx.Node, wanted: Placements | None, reader: torch.fx.Node) -> Any:
         """The value of `node` at the placements wanted, moved there at most once."""
@@ -188,6 +183,14 @@ class _Sharder:
             with self._recorded_as(owner, serves=reader.name, parameter=parameter):
                 self.moved[key] = move(value, node.meta["val"], have, wanted, self.mesh)
         return self.moved[key]
+
+    def _gone(self, node: torch.fx.Node) -> Any:
+        """What an operator that only says where a value is gives: what it reads, brought there."""
+        value = self._bring(node.args[0], self.plan.choices[node.name].inputs[0], node)
+        if node.target is enter and node.meta["val"].is_contiguous():
+            with self._recorded_as(node, origin=node.name):
+                return value.contiguous()  # as the body was traced with
+        return value
 
     def _compute(self, node: torch.fx.Node) -> Any:
         choice = self.plan.choices[node.name]
@@ -209,9 +212,11 @@ class _Sharder:
             if placed is not None and isinstance(value, torch.Tensor):
                 shape = local_shape(value.shape, self.mesh, placed)
             args = local_sizes(node.target, args, value, shape)
+            args = self._shifted(node, args, choice)
         offset = None
-        if self.mesh is not None and draws_random(node) and sharded_axes(choice.outputs):
-            offset = rank_offset(self.mesh, choice.outputs)
+        if self.mesh is not None and draws_random(node):
+            axes = sharded_axes(node, choice.outputs)
+            offset = rank_offset(self.mesh, axes) if axes else None
         with self._recorded_as(node, origin=node.name), drawn_with_offset(offset):
             if node.target is torch.ops.aten.view.default and not _is_viewable(*args):
                 args = (args[0].contiguous(), *args[1:])
@@ -219,15 +224,22 @@ class _Sharder:
         self._check(node, result, choice.outputs)
         return result
 
+    def _shifted(self, node: torch.fx.Node, args: Any, choice: Choice) -> Any:
+        """Flex attention's functions of the numbers of a batch and a head, for a device that has some."""
+        placed = choice.inputs[0] if node.target in FLEX else None
+        if placed is None or all(p.is_replicate() for p in placed):
+            return args
+        assert self.mesh is not None
+        shape = node.args[0].meta["val"].shape
+        return with_offsets(node.target, args, shape, placed, self.mesh)
+
     def _check(self, node: torch.fx.Node, result: Any, outputs: Any) -> None:
         if self.mesh is None:
             return
         values = node.meta.get("val")
         if values is None:
             return
-        single = isinstance(values, torch.Tensor)
-        pairs = zip([values] if single else values, [result] if single else result, strict=True)
-        for i, (value, got) in enumerate(pairs):
+        for i, (value, got) in enumerate(zip(entries(values), entries(result), strict=True)):
             if not isinstance(value, torch.Tensor) or outputs[i] is None:
                 continue
             expected = local_shape(value.shape, self.mesh, outputs[i])

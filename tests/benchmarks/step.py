@@ -215,6 +215,8 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     asked = parser.parse_args()
+    if asked.device == "cuda" and "RANK" not in os.environ:
+        parser.error("--device cuda: start it by torchrun --nproc-per-node=N, which NCCL needs")
     asked.steps = asked.steps or (3 if asked.quick else 20)
     (rows, *_) = launch(run, asked.nproc, asked, timeout_s=7200)
     if os.environ.get("RANK", "0") != "0":

@@ -1,4 +1,4 @@
-"""Operators with parts written by hand: flex attention, local_map, grouped matrix products."""
+"""Operators with parts written by hand: flex attention, communication, grouped matrix products."""
 
 import copy
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.experimental import local_map
 from torch.nn.attention.flex_attention import flex_attention
 
 from autop_ac import AutoParallel, CaptureError, fake_mesh
@@ -18,7 +17,7 @@ R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
 class Flex(torch.nn.Module):
-    """Flex attention without gradients, the only kind that there is on CPU, next to a layer with them."""
+    """Flex attention without gradients, the only kind that PyTorch has on CPU, next to a layer with them."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +31,7 @@ class Flex(torch.nn.Module):
         return y.transpose(1, 2).flatten(2) + self.project(x)[..., :32]
 
 
-def test_flex_attention_is_replicated_with_a_warning_and_runs():
+def test_flex_attention_without_gradients_runs():
     torch.manual_seed(0)
     model = Flex()
     x = torch.randn(4, 16, 32)
@@ -41,11 +40,7 @@ def test_flex_attention_is_replicated_with_a_warning_and_runs():
     expected = attended.detach().transpose(1, 2).flatten(2) + model.project(x)[..., :32]
     with AutoParallel(copy.deepcopy(model), lambda: torch.randn(4, 16, 32), fake_mesh((1,))) as ap:
         ap.configure_device("H100").configure_compile("eager")
-        with pytest.warns(UserWarning, match=r"no sharding rule for flex_attention .*hand_written"):
-            plan = ap.optimize_placement()
-        choice = next(c for name, c in plan.choices.items() if name.startswith("flex_attention"))
-        assert all(p in (None, (R,)) for p in (*choice.inputs, *choice.outputs))
-        parallel = ap.apply_placement(plan)
+        parallel = ap.apply_placement(ap.optimize_placement())
     parallel.to_empty(device="cpu")
     with torch.no_grad():
         for (_, placed), (_, value) in zip(parallel.named_parameters(), model.named_parameters()):
@@ -53,14 +48,8 @@ def test_flex_attention_is_replicated_with_a_warning_and_runs():
     torch.testing.assert_close(parallel(x), expected)
 
 
-def test_communication_in_local_map_is_refused():
+def test_communication_outside_of_local_map_is_refused():
     mesh = fake_mesh((4,))
-
-    @local_map(
-        out_placements=[(R,)], in_placements=([S0], [R]), redistribute_inputs=True, device_mesh=mesh
-    )
-    def summed(x, weight):
-        return funcol.all_reduce((x @ weight).sum(0), "sum", mesh.get_group())
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -68,7 +57,7 @@ def test_communication_in_local_map_is_refused():
             self.weight = torch.nn.Parameter(torch.randn(32, 32))
 
         def forward(self, x):
-            return summed(x, self.weight)
+            return funcol.all_reduce((x @ self.weight).sum(0), "sum", mesh.get_group())
 
     with AutoParallel(Model(), lambda: torch.randn(8, 32), mesh) as ap:
         ap.configure_device("H100").configure_compile("eager")

@@ -7,7 +7,10 @@ and divide by four; dropout is off, so that gradients can be compared.
 import math
 
 import torch
+import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import local_map
 from torch.nn import functional as F
 
 from tests.benchmarks.llama import Llama, LlamaConfig, RMSNorm
@@ -251,21 +254,65 @@ class Experts(nn.Module):
         logits = self.gate(rows)
         weights, chosen = F.softmax(logits, dim=-1).topk(self.top, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
+        mixed = self.mixed(rows, weights, chosen, logits)
+        share = F.one_hot(chosen, self.experts).sum(1).to(x.dtype).mean(0)
+        return mixed.view_as(x), (share * logits.softmax(-1).mean(0)).sum() * self.experts
+
+    def mixed(self, rows, weights, chosen, logits):
         dense = torch.zeros_like(logits).scatter(1, chosen, weights)
         hidden = F.silu(torch.einsum("td,edf->etf", rows, self.w1))
         hidden = hidden * torch.einsum("td,edf->etf", rows, self.w3)
         out = torch.bmm(hidden, self.w2)
-        mixed = torch.einsum("etd,te->td", out, dense)
-        share = F.one_hot(chosen, self.experts).sum(1).to(x.dtype).mean(0)
-        return mixed.view_as(x), (share * logits.softmax(-1).mean(0)).sum() * self.experts
+        return torch.einsum("etd,te->td", out, dense)
+
+
+class DispatchedExperts(Experts):
+    """The same, tokens sent to the devices that have their experts and back, by hand.
+
+    On one mesh axis each device has the tokens of its part of the batch and some experts; along the other
+    axes it has copies of these experts and other tokens.
+    """
+
+    def __init__(self, mesh, experts=8):
+        super().__init__(experts)
+        self.mesh = mesh
+        others = mesh.ndim - 1
+        tokens, parts = (Shard(0),) * mesh.ndim, (Replicate(),) * others + (Shard(0),)
+        self.dispatched = local_map(
+            self.dispatch, (tokens,), (tokens,) * 3 + (parts,) * 3,
+            redistribute_inputs=True, device_mesh=mesh,
+        )  # fmt: skip
+
+    def dispatch(self, rows, weights, chosen, w1, w2, w3):
+        group = self.mesh.get_group(self.mesh.ndim - 1)
+        count, width = rows.shape
+        # every expert has room for every token that this device has: none is left out
+        places = F.one_hot(chosen.flatten(), self.experts).cumsum(0)
+        place = places.gather(1, chosen.view(-1, 1)).flatten() - 1
+        slot = chosen.flatten() * (count * self.top) + place
+        sent = rows.repeat_interleave(self.top, 0)
+        room = rows.new_zeros(self.experts * count * self.top, width)
+        room = room.index_put((slot,), sent)
+        here = funcol.all_to_all_single(room, None, None, group)
+        # from each device, for each expert that is here
+        own = w1.shape[0]
+        here = here.view(-1, own, count * self.top, width)
+        hidden = F.silu(torch.einsum("secd,edf->secf", here, w1))
+        hidden = hidden * torch.einsum("secd,edf->secf", here, w3)
+        out = torch.einsum("secf,efd->secd", hidden, w2).reshape(room.shape)
+        back = funcol.all_to_all_single(out, None, None, group)
+        return (back[slot].view(count, self.top, width) * weights.unsqueeze(-1)).sum(1)
+
+    def mixed(self, rows, weights, chosen, logits):
+        return self.dispatched(rows, weights, chosen, self.w1, self.w2, self.w3)
 
 
 class MixtralLayer(nn.Module):
-    def __init__(self):
+    def __init__(self, mesh=None):
         super().__init__()
         self.norm_1, self.norm_2 = RMSNorm(DIM), RMSNorm(DIM)
         self.qkv, self.o = nn.Linear(DIM, 2 * DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
-        self.experts = Experts()
+        self.experts = Experts() if mesh is None else DispatchedExperts(mesh)
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm_1(x)).split([DIM, DIM // 2, DIM // 2], -1)
@@ -277,10 +324,12 @@ class MixtralLayer(nn.Module):
 
 
 class Mixtral(nn.Module):
-    def __init__(self):
+    """With a mesh, its experts are dispatched by hand for it."""
+
+    def __init__(self, mesh=None):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleList(MixtralLayer() for _ in range(2))
+        self.layers = nn.ModuleList(MixtralLayer(mesh) for _ in range(2))
         self.norm, self.head = RMSNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
 
     def forward(self, ids):
@@ -461,6 +510,16 @@ def llama():
     return Llama(LlamaConfig(DIM, HEADS, 2, 2 * DIM, VOCAB, 2, LENGTH))
 
 
+class OnMesh:
+    """A model that is made for a mesh; made for none it is the one of a single process."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __call__(self, mesh=None):
+        return self.make(mesh)
+
+
 MODELS = {
     "gpt2": (GPT2, lambda: (tokens(),)),
     "llama": (llama, lambda: (tokens(),)),
@@ -468,6 +527,7 @@ MODELS = {
     "bert": (Bert, bert_inputs),
     "vit": (ViT, lambda: (torch.randn(BATCH, 3, 16, 16),)),
     "mixtral": (Mixtral, lambda: (tokens(),)),
+    "mixtral_dispatched": (OnMesh(Mixtral), lambda: (tokens(),)),
     "state_space": (Mamba, lambda: (tokens(),)),
     "resnet": (ResNet, lambda: (torch.randn(BATCH, 3, 16, 16),)),
     "unet": (UNet, unet_inputs),

@@ -11,22 +11,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch as private
-from ..annotate import capturing, is_region_object
+from .._torch_annotate import mark
+from .._torch_flex import traced_with_gradients
+from .._torch_local_map import keeping_local_maps
+from ..annotate import Entries, capturing, region_numbers
 from ..errors import AutopACError, CaptureError, ConfigError
 from .batch_norm import BATCH_NORM
 from .calling import CallForm, Calling, FlatForward, call_form, described, noting
+from .failures import mixed_dtypes, no_graph_text, own_error, own_error_text, users_line
 from .joint import JointGraph, Port
+from .local_map import inline_local_maps, mark_local
+from .local_map_call import check_call
 from .marks import take_marks
-from .names import module_path, source_line, user_name
+from .names import module_path, user_name
 
 _MODEL = "model"  # where `FlatForward` keeps the user's model
 _aten = torch.ops.aten
@@ -53,6 +62,7 @@ class Request:
         form, leaves: of the call; tensors are fake.
         mp_policy, loss_fn: as the user gave them.
         fake_mode: that all fake tensors belong to.
+        mesh: that the model is planned for, and its calls of `local_map` are for.
     """
 
     model: torch.nn.Module
@@ -62,6 +72,7 @@ class Request:
     mp_policy: MixedPrecisionPolicy | None
     loss_fn: Callable[..., Any] | None
     fake_mode: Any
+    mesh: DeviceMesh | None = None
 
     def inputs(self) -> tuple[str, ...]:
         """Each tensor of the call with its global shape, ``"x (8, 16)"``."""
@@ -91,6 +102,7 @@ def request(
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
     loss_fn: Callable[..., Any] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Request:
     """Everything that a trace needs, on fake tensors.
 
@@ -102,6 +114,7 @@ def request(
         mp_policy: dtypes of parameters in the graph, and of outputs.
         loss_fn: ``loss_fn(output)`` or ``loss_fn(output, target)``, traced into the graph; the last
             positional input is then the target.
+        mesh: that the model is planned for; without one it may not call `local_map`.
 
     Raises:
         ConfigError: what `input_fn` gives is no input of `model`.
@@ -117,7 +130,7 @@ def request(
         )
     fakes = [_fake_input(x, fake_mode, device_type) for x in leaves]
     originals, traced = _fake_copy(model, fake_mode, device_type, mp_policy)
-    return Request(traced, originals, form, tuple(fakes), mp_policy, loss_fn, fake_mode)
+    return Request(traced, originals, form, tuple(fakes), mp_policy, loss_fn, fake_mode, mesh)
 
 
 def resized(wanted: Request, shapes: Sequence[tuple[int, ...]]) -> Request:
@@ -154,7 +167,7 @@ def capture(wanted: Request, training: Sequence[bool] | None = None) -> JointGra
         CaptureError: the model has a graph break, an unsupported construct or no gradient.
     """
     # torch traces one thread at a time: annotations and the tracer's patches are the process's
-    with private.compile_lock:
+    with private.compile_lock, private.quiet_fakes():
         return _capture(wanted, training)
 
 
@@ -174,30 +187,38 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
     entry.training = model.training
     tensors = [x for x in wanted.leaves if isinstance(x, torch.Tensor)]
     where = f"while capturing {type(model).__name__}"
+    inputs = list(zip(wanted.form.names, wanted.leaves, strict=True))
+    failed: Exception | None = None
     try:
-        with capturing(), noting() as noted, torch.enable_grad():
+        with (
+            capturing() as entries,
+            noting() as noted,
+            keeping_local_maps(partial(check_call, mesh=wanted.mesh)),
+            traced_with_gradients(),
+            torch.enable_grad(),
+        ):
             graph = private._dynamo_graph_capture_for_export(entry)(*tensors)
     except AutopACError:
         raise
     except Exception as error:  # Dynamo's own, and assertions of its export
-        line = source_line(str(error)) or source_line(_user_frames(error))
-        if is_region_object(str(error)):
-            raise CaptureError(
-                f"{where}: an ac_region that was made outside of forward is entered at "
-                f"{line or 'an unknown line'}, and Dynamo enters no object from outside. Call it there: "
-                "`with self.region():` in place of `with self.region:`; or make it there, "
-                "`with ac_region(...):`"
-            ) from error
-        raise CaptureError(
-            f"{where}: Dynamo cannot trace the model as one graph, at {line or 'an unknown line'}. "
-            f"Remove what it names from forward, or move it out of the model.\n{error}"
-        ) from error
+        failed = error
+    if failed is not None:  # out of the handler, so that the model's own error stands alone
+        cause = own_error(entry, tensors, failed)
+        if cause is not None:
+            told = f"{users_line(cause)}: {type(cause).__name__}: {cause}"
+            raise CaptureError(f"{where}: {own_error_text(told, inputs)}") from cause
+        raise CaptureError(f"{where}: {no_graph_text(failed)}") from failed
+    if training is None:  # in another mode a region may well be empty
+        _tell_empty_regions(entries, graph, where)
     _check_changes(noted.changes, wanted.model, where)
+    inline_local_maps(graph, wanted.mesh)
     names = _restore_dtypes(graph, wanted.originals, wanted.fake_mode)
     joint = _export_joint(graph, tensors, where, divisible=True)
+    if told := mixed_dtypes(joint.graph_module.graph):
+        raise CaptureError(f"{where}: {own_error_text(told, inputs)}")
     take_marks(joint.graph_module)
-    paired = zip(wanted.form.names, wanted.leaves, strict=True)
-    given = [name for name, leaf in paired if isinstance(leaf, torch.Tensor)]
+    mark_local(joint.graph_module.graph)
+    given = [name for name, leaf in inputs if isinstance(leaf, torch.Tensor)]
     if lost := [n for n in (*joint.params_spec, *joint.buffers_spec) if n not in names]:
         raise CaptureError(
             f"{where}: the model holds tensors that are no parameters and no buffers "
@@ -258,13 +279,26 @@ def _check_changes(changes: Sequence[tuple[str, str]], model: torch.nn.Module, w
         )
 
 
+def _tell_empty_regions(entries: Entries, graph: torch.nn.Module, where: str) -> None:
+    # those inside checkpoints and the like, too
+    graphs = (m.graph for m in graph.modules() if isinstance(m, torch.fx.GraphModule))
+    held = [
+        number
+        for node in itertools.chain.from_iterable(g.nodes for g in graphs)
+        if node.op not in ("placeholder", "get_attr", "output") and node.target is not mark
+        for number in region_numbers(node.meta)
+    ]
+    for spec in entries.without(held):
+        warnings.warn(
+            f"{where}: {spec.label} at {spec.source or 'an unknown line'} holds no operation, so it decides "
+            "nothing: put what it is for into its block, or take it out",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
 def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def _user_frames(error: BaseException) -> str:
-    stack = getattr(error, "real_stack", None)
-    return "\n".join(stack.format()) if stack is not None else ""
 
 
 def _inputs(input_fn: Callable[[], Any], model: torch.nn.Module) -> tuple[Any, Any]:
@@ -371,10 +405,9 @@ def _exported(graph: torch.fx.GraphModule, tensors: list[Any], where: str, divis
                 stack, graph, tuple(tensors), {}, decompositions=table
             )
         except Exception as error:  # as many kinds as there are ways not to be traceable
-            line = source_line(str(error)) or source_line(_user_frames(error))
             raise CaptureError(
                 f"{where}: AOTAutograd cannot trace it with its backward, at "
-                f"{line or 'an unknown line'}. Sizes that depend on values, changes of parameters and "
+                f"{users_line(error)}. Sizes that depend on values, changes of parameters and "
                 f"sparse tensors are what it often is: move that out of forward.\n{error}"
             ) from error
 

@@ -13,7 +13,7 @@ it is, and with it all others of its graph: it draws from the generator, whose s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -23,6 +23,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_random as private
+from ..capture.local_map import LOCAL_KEY, is_local
 from .collect import draws_random
 
 # of the operator that is being recorded
@@ -92,17 +93,19 @@ def draws_from_seeds(graph: fx.Graph) -> bool:
     return all(node.target is private.seeds for node in random_nodes(graph))
 
 
-def sharded_axes(outputs: Sequence[Any]) -> frozenset[int]:
+def sharded_axes(node: fx.Node, outputs: Sequence[Any]) -> frozenset[int]:
     """Mesh axes along which a random operator's (first placed) output is in parts."""
+    if is_local(node):
+        return frozenset(node.meta[LOCAL_KEY])
     placed = next(p for p in outputs if p is not None)
     return frozenset(i for i, p in enumerate(placed) if p.is_shard())
 
 
-def rank_offset(mesh: DeviceMesh, outputs: Sequence[Any]) -> int:
-    """This rank's number among those that must draw independently."""
+def rank_offset(mesh: DeviceMesh, axes: Iterable[int]) -> int:
+    """This rank's number among those that must draw independently, along `axes`."""
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     offset = 0
-    for axis in sorted(sharded_axes(outputs)):
+    for axis in sorted(axes):
         offset = offset * mesh.size(axis) + coordinate[axis]
     return offset
 

@@ -15,7 +15,10 @@ from typing import Any, Literal
 import torch
 
 from .. import _torch_compile as private
+from .._torch_flex import backward_with_gradients, flex_attention_backward
 from ..capture.joint import JointGraph
+from ..capture.names import source_line
+from ..errors import ConfigError
 from ..graph.random import random_decompositions
 from ..recompute.pipeline import Recompute
 from .partition import partition
@@ -52,7 +55,17 @@ def compile_local(
         local: joint graph on local shapes, tagged.
         partition: called once as AOTAutograd calls a partitioner.
         backend: "eager" runs the two graphs node by node; "inductor" compiles them.
+
+    Raises:
+        ConfigError: Inductor has no kernel for an operator on this device.
     """
+    for node in local.graph.find_nodes(op="call_function", target=flex_attention_backward):
+        if backend == "inductor" and node.args[0].meta["val"].device.type == "cpu":
+            raise ConfigError(
+                f"flex attention at {source_line(node.meta.get('stack_trace')) or 'an unknown line'}: Inductor "
+                'has no backward of it for the CPU. Run the graphs node by node, configure_compile("eager"), '
+                "or on a GPU"
+            )
     descriptors = _with_graph(joint, local)
     if backend == "eager":
         forward = backward = _node_by_node
@@ -74,6 +87,8 @@ def _node_by_node(gm: torch.fx.GraphModule, _: Any) -> Any:
 
     `torch.fx.Interpreter` runs the same in the same order; it takes more time than small kernels do.
     """
+    for node in gm.graph.find_nodes(op="call_function", target=flex_attention_backward):
+        node.target = backward_with_gradients
     gm.graph.set_codegen(private._BoxedCodeGen())
     gm.recompile()
 

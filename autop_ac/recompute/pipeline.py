@@ -21,7 +21,7 @@ from ..sharding.apply import LocalGraph
 from .budget import budget_wishes, pareto, preference_note
 from .collectives import parameter_chains
 from .default import default_saved, warn_of_pytorchs_budget
-from .evaluate import Evaluator
+from .evaluate import Evaluator, Outcome
 from .hints import ResolvedHints, root_of, rule_wishes, wishes_for_values
 from .merge import decide
 from .pareto import ParetoPoint
@@ -52,7 +52,12 @@ class Recompute:
     @cached_property
     def profile_without_ac(self) -> Profile:
         """What is predicted with `enable=False`."""
-        return _profile(self.facts, self.off())[1]
+        return profile(self.facts, self.saved_without_ac)
+
+    @cached_property
+    def saved_without_ac(self) -> tuple[int, ...]:
+        """What is kept with `enable=False`."""
+        return closure(self.facts, _actions(self.off()))[0]
 
 
 def plan_recompute(
@@ -259,6 +264,17 @@ def pareto_of(facts: Facts, plan: RecomputePlan, depth: int = 4) -> tuple[Pareto
     """
     fixed = {i: d.action for i, d in plan.decisions.items() if d.origin < Origin.AUTO}
     return pareto(_with_room(facts), fixed, depth=depth)
+
+
+def least_recomputed(facts: Facts, plan: RecomputePlan) -> Outcome:
+    """What is predicted where all is kept that nothing binding recomputes, as under a budget with room.
+
+    Args:
+        facts, plan: as for `pareto_of`.
+    """
+    fixed = {i: d.action for i, d in plan.decisions.items() if d.origin < Origin.AUTO}
+    evaluate = _evaluator(_with_room(facts), fixed, {})
+    return evaluate(b"\1" * len(evaluate.free))
 
 
 def _with_room(facts: Facts) -> Facts:

@@ -280,15 +280,14 @@ def random_offset(
         return None
     if draws_from_seeds(local.module.graph):
         return 0
-    outputs = {node.name: plan.choices[node.name].outputs for node in drawn}
-    axes = {sharded_axes(placed): name for name, placed in outputs.items()}
+    axes = {sharded_axes(n, plan.choices[n.name].outputs): n.name for n in drawn}
     if len(axes) > 1:
         raise UsageError(
             f"random operators {sorted(axes.values())} are sharded along different mesh axes, and not "
             "all of this graph can draw from seeds of their own: give them one placement with "
             "sharding_optimizer.add_node_constraint"
         )
-    return rank_offset(mesh, next(iter(outputs.values())))
+    return rank_offset(mesh, next(iter(axes)))
 
 
 def make_runner(

@@ -14,7 +14,7 @@ parameter or of its gradient), ``axis`` (of the mesh, on collectives), ``module`
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +26,20 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch as private
 from ..capture.joint import JointGraph, Port
+from ..capture.local_map import enter, leave
 from ..capture.marks import placed_of
 from ..capture.names import module_path, source_line
 from ..errors import AutopACError
 from ..graph.collect import draws_random
 from ..graph.random import drawn_with_offset, rank_offset, sharded_axes
+from .chains import gradient_chains
+from .flex_rules import FLEX, with_offsets
 from .local_args import local_sizes
+from .move import move
+from .option import entries, producer_of
 from .plan import Choice, Placements, ShardingPlan
 
+_INSERTED = ("_c10d_functional.", "_dtensor.")
 _TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
 
 
@@ -53,12 +59,6 @@ def local_shape(shape: Any, mesh: DeviceMesh, placements: Placements) -> tuple[i
         shape, mesh, placements, skip_offset=True
     )
     return tuple(shape)
-
-
-def make_spec(value: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Any:
-    """DTensor's description of a global tensor with the given placements."""
-    meta = private.TensorMeta(value.shape, value.stride(), value.dtype)
-    return private.DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
 def apply_plan(
@@ -96,18 +96,14 @@ def unsharded(joint: JointGraph) -> ShardingPlan:
         leaves = pytree.arg_tree_leaves(*node.args, **node.kwargs)
         reads = sum(isinstance(a, torch.fx.Node) for a in leaves)
         value = node.meta.get("val")
-        gives = 1 if isinstance(value, torch.Tensor) or value is None else len(_listed(value))
+        gives = len(entries(value))
         choices[node.name] = Choice(node.name, (None,) * reads, (None,) * gives)
     return ShardingPlan((), (), choices, {}, 0.0)
 
 
-def _listed(value: Any) -> Any:
-    return value if isinstance(value, (list, tuple)) else (value,)
-
-
 def _must_stay(node: torch.fx.Node) -> bool:
     """Collectives without a reader and pure operators may go; everything else stays."""
-    inserted = str(node.target).startswith("_c10d_functional.")
+    inserted = str(node.target).startswith(_INSERTED)
     return node.op in ("placeholder", "output") or (node.is_impure() and not inserted)
 
 
@@ -136,6 +132,16 @@ class _Sharder:
         self.values: dict[torch.fx.Node, Any] = {}
         self.moved: dict[tuple[torch.fx.Node, Placements], Any] = {}
         self.parameter_of = _parameter_chains(joint)
+        self.output = joint.module.graph.output_node()
+        self.gradients = self._gradients()
+
+    def _gradients(self) -> dict[torch.fx.Node, tuple[Placements | None, ...]]:
+        """What backward gives, with the placements at which it leaves."""
+        found: dict[torch.fx.Node, tuple[Placements | None, ...]] = {}
+        for _, result, wanted in self._leaving():
+            if not _is_forward(result):
+                found[result] = (*found.get(result, ()), wanted)
+        return found
 
     def run_flat(self, *flat: Any) -> list[Any]:
         incoming = iter(flat)
@@ -144,26 +150,25 @@ class _Sharder:
             if node.op == "placeholder":
                 self.values[node] = next(incoming)
             elif node.op == "output":
-                results = self._results(node)
+                results = self._results()
             elif node.op == "get_attr":
                 self.values[node] = getattr(self.joint.module, node.target)
-            elif placed_of(node) is not None:  # gone: what it reads is in place
-                self.values[node] = self._bring(
-                    node.args[0], self.plan.choices[node.name].inputs[0], node
-                )
+            elif placed_of(node) is not None or node.target in (enter, leave):
+                self.values[node] = self._gone(node)
             elif node.target is operator.getitem:
                 with self._recorded_as(node, origin=node.name):
                     self.values[node] = self.values[node.args[0]][node.args[1]]
             else:
                 self.values[node] = self._compute(node)
+            for wanted in self.gradients.get(node, ()):
+                # at once: at the end of backward all gradients would be held whole until then
+                self._bring_out(node, wanted, backward=True)
         return results
 
     def _placements(self, node: torch.fx.Node) -> Placements | None:
-        if node.target is not operator.getitem:
-            choice = self.plan.choices.get(node.name)
-            return choice.outputs[0] if choice else None
-        source, index = node.args
-        return self.plan.choices[source.name].outputs[index]
+        source, index = producer_of(node)
+        choice = self.plan.choices.get(source.name)
+        return choice.outputs[index] if choice else None
 
     def _bring(self, node: torch.fx.Node, wanted: Placements | None, reader: torch.fx.Node) -> Any:
         """The value of `node` at the placements wanted, moved there at most once."""
@@ -172,14 +177,20 @@ class _Sharder:
             return value
         key = (node, tuple(wanted))
         if key not in self.moved:
-            spec = make_spec(node.meta["val"], self.mesh, have)
-            target = make_spec(node.meta["val"], self.mesh, wanted)
             parameter = self.parameter_of.get(node, "")
             # a gather of a parameter belongs to the parameter's side, whoever asks first
             owner = node if parameter and _is_forward(node) else reader
             with self._recorded_as(owner, serves=reader.name, parameter=parameter):
-                self.moved[key] = private.redistribute_local_tensor(value, spec, target)
+                self.moved[key] = move(value, node.meta["val"], have, wanted, self.mesh)
         return self.moved[key]
+
+    def _gone(self, node: torch.fx.Node) -> Any:
+        """What an operator that only says where a value is gives: what it reads, brought there."""
+        value = self._bring(node.args[0], self.plan.choices[node.name].inputs[0], node)
+        if node.target is enter and node.meta["val"].is_contiguous():
+            with self._recorded_as(node, origin=node.name):
+                return value.contiguous()  # as the body was traced with
+        return value
 
     def _compute(self, node: torch.fx.Node) -> Any:
         choice = self.plan.choices[node.name]
@@ -201,9 +212,11 @@ class _Sharder:
             if placed is not None and isinstance(value, torch.Tensor):
                 shape = local_shape(value.shape, self.mesh, placed)
             args = local_sizes(node.target, args, value, shape)
+            args = self._shifted(node, args, choice)
         offset = None
-        if self.mesh is not None and draws_random(node) and sharded_axes(choice.outputs):
-            offset = rank_offset(self.mesh, choice.outputs)
+        if self.mesh is not None and draws_random(node):
+            axes = sharded_axes(node, choice.outputs)
+            offset = rank_offset(self.mesh, axes) if axes else None
         with self._recorded_as(node, origin=node.name), drawn_with_offset(offset):
             if node.target is torch.ops.aten.view.default and not _is_viewable(*args):
                 args = (args[0].contiguous(), *args[1:])
@@ -211,15 +224,22 @@ class _Sharder:
         self._check(node, result, choice.outputs)
         return result
 
+    def _shifted(self, node: torch.fx.Node, args: Any, choice: Choice) -> Any:
+        """Flex attention's functions of the numbers of a batch and a head, for a device that has some."""
+        placed = choice.inputs[0] if node.target in FLEX else None
+        if placed is None or all(p.is_replicate() for p in placed):
+            return args
+        assert self.mesh is not None
+        shape = node.args[0].meta["val"].shape
+        return with_offsets(node.target, args, shape, placed, self.mesh)
+
     def _check(self, node: torch.fx.Node, result: Any, outputs: Any) -> None:
         if self.mesh is None:
             return
         values = node.meta.get("val")
         if values is None:
             return
-        single = isinstance(values, torch.Tensor)
-        pairs = zip([values] if single else values, [result] if single else result, strict=True)
-        for i, (value, got) in enumerate(pairs):
+        for i, (value, got) in enumerate(zip(entries(values), entries(result), strict=True)):
             if not isinstance(value, torch.Tensor) or outputs[i] is None:
                 continue
             expected = local_shape(value.shape, self.mesh, outputs[i])
@@ -231,25 +251,28 @@ class _Sharder:
                     "the node another placement with sharding_optimizer.add_node_constraint"
                 )
 
-    def _results(self, output: torch.fx.Node) -> list[Any]:
-        wanted = iter(self.plan.choices[output.name].inputs)
-        results = []
-        for i, result in enumerate(output.args[0]):
-            if not isinstance(result, torch.fx.Node):
-                results.append(result)
-                continue
+    def _leaving(self) -> Iterator[tuple[int, torch.fx.Node, Placements | None]]:
+        """(index, node, placements at which it leaves) of each result that a node gives."""
+        wanted = iter(self.plan.choices[self.output.name].inputs)
+        for i, result in enumerate(self.output.args[0]):
+            if isinstance(result, torch.fx.Node):
+                yield i, result, next(wanted)
+
+    def _results(self) -> list[Any]:
+        results = list(self.output.args[0])
+        for i, node, wanted in self._leaving():
             backward = i >= self.joint.num_forward_outputs
-            results.append(self._bring_out(result, next(wanted), output, backward))
+            results[i] = self._bring_out(node, wanted, backward=backward)
         return results
 
-    def _bring_out(self, node: Any, wanted: Any, output: Any, backward: bool) -> Any:
+    def _bring_out(self, node: torch.fx.Node, wanted: Placements | None, *, backward: bool) -> Any:
         """Results are moved on the side that gives them: the output node itself has no side."""
-        before = output.meta.get("partitioner_tag")
-        output.meta["partitioner_tag"] = "is_backward" if backward else "is_forward"
+        before = self.output.meta.get("partitioner_tag")
+        self.output.meta["partitioner_tag"] = "is_backward" if backward else "is_forward"
         try:
-            return self._bring(node, wanted, output)
+            return self._bring(node, wanted, self.output)
         finally:
-            output.meta["partitioner_tag"] = before
+            self.output.meta["partitioner_tag"] = before
 
     def _recorded_as(
         self, node: torch.fx.Node, *, origin: str = "", serves: str = "", parameter: str = ""
@@ -307,7 +330,7 @@ def _is_forward(node: torch.fx.Node) -> bool:
 
 
 def _parameter_chains(joint: JointGraph) -> dict[torch.fx.Node, str]:
-    """Nodes that hold a parameter, or its gradient, up to single-input operators: its user name."""
+    """Nodes that hold a parameter, through operators of one input, or its gradient: its user name."""
     found: dict[torch.fx.Node, str] = {}
     for node in joint.module.graph.nodes:
         if node.op == "placeholder":
@@ -318,17 +341,7 @@ def _parameter_chains(joint: JointGraph) -> dict[torch.fx.Node, str]:
             source = node.all_input_nodes[0]
             if source in found:
                 found[node] = found[source]
-    results = joint.module.graph.output_node().args[0]
-    for outgoing, result in zip(joint.results, results, strict=True):
-        if outgoing is None or outgoing.kind != "gradient":
-            continue
-        node = result
-        while node.op == "call_function" and node not in found:
-            found[node] = outgoing.name
-            if len(node.all_input_nodes) != 1 or len(node.all_input_nodes[0].users) != 1:
-                break
-            node = node.all_input_nodes[0]
-    return found
+    return gradient_chains(joint) | found
 
 
 def _restore_placeholders(module: Any, holders: list[torch.fx.Node], joint: JointGraph) -> None:
@@ -352,7 +365,7 @@ def _name_axes(module: torch.fx.GraphModule, mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
     axis_of = {str(mesh.get_group(i).group_name): name for i, name in enumerate(names)}
     for node in module.graph.nodes:
-        if node.op != "call_function" or not str(node.target).startswith("_c10d_functional."):
+        if node.op != "call_function" or not str(node.target).startswith(_INSERTED):
             continue
         group = next((a for a in node.args if isinstance(a, str) and a in axis_of), None)
         custom = dict(node.meta.get("custom", {}))

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor.placement_types import Shard
 
 from ..capture.joint import JointGraph
-from ..capture.marks import placed_of
 from ..graph.devices import DeviceSpec
 from .chains import activation_nodes, parameter_casts
 from .constraints import Constraints
 from .edges import collect_edges
-from .fixed import fix, fixed_by_modules, fixed_in_model
+from .fixed import fix, fixed_by_modules, fixed_by_name, fixed_in_model
 from .fold import fold, is_tensor_node
 from .formulation import Problem
 from .groups import (
     Draft,
     Settings,
     drop_unreachable,
-    fix_nodes,
     placed,
     placeholder_options,
     uneven_casts,
 )
 from .layout import replicated
-from .limits import limits_of
+from .limits import limits_of, worth_s
 from .option import Option
 from .options import OptionFinder
 from .ports import default_notes, port_placements, result_groups, tangent_ties
@@ -56,7 +54,7 @@ class Built:
 def build_problem(joint: JointGraph, constraints: Constraints, settings: Settings) -> Built:
     """The integer program's data: groups, options, edges, ties, memory."""
     inputs, outputs = port_placements(joint, constraints, settings.shape)
-    finder = OptionFinder(settings.mesh, settings.device)
+    finder = OptionFinder(settings.mesh, settings.device, settings.topology)
     uneven_chain, activations = parameter_casts(joint), activation_nodes(joint)
     marks: dict[torch.fx.Node, Hashable] = {
         node: (node in uneven_chain, node in activations, _own_mark(node, joint, constraints))
@@ -65,8 +63,9 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: Setting
     draft = Draft()
     in_model = fixed_in_model(joint, settings.shape)
     by_module = fixed_by_modules(joint, constraints)
-    for node in {**by_module, **in_model}:  # equal layers with equal constraints stay together
-        marks[node] = (marks[node], by_module.get(node), in_model.get(node))
+    for (node, output), placements in (*by_module.items(), *in_model.items()):
+        # equal layers with equal constraints stay together
+        marks[node] = (marks[node], output, placements)
     for node, first in fold(joint, marks, enable=settings.fold).items():
         if first is not node:
             if first.name in draft.group_of:
@@ -89,14 +88,12 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: Setting
             draft.add(node.name, found, node)
     results = result_groups(joint, draft, outputs, settings.shape)
     smallest = {g: min(o.output_bytes for o in options) for g, options in enumerate(draft.options)}
-    fix_nodes(joint, draft, constraints)
-    for node, placements in by_module.items():
-        fix(draft, node, placements, "module constraint")
-    for node, placements in in_model.items():
-        fix(draft, node, placements, f"with_sharding_constraint at {placed_of(node)[1]}")  # type: ignore[index]
+    fix(draft, fixed_by_name(joint, draft, constraints), "constraint on a node")
+    fix(draft, by_module, "module constraint")
+    fix(draft, in_model, "with_sharding_constraint")
     drop_unreachable(draft, joint)
     edges, values, streams = collect_edges(joint, draft, results, settings)
-    limits = limits_of(joint, draft, constraints, smallest, settings.device)
+    limits = limits_of(joint, draft, constraints, smallest, settings)
     spread_s = _SPREAD * max(settings.topology.latency_s)
     problem = Problem(
         names=tuple(draft.names),
@@ -114,6 +111,7 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: Setting
         limits=limits,
         streams=streams,
     )
+    problem = replace(problem, option_s=worth_s(problem, settings.device))
     slots = tuple(r for r in results if r is not None)
     notes = (*finder.notes, *default_notes(constraints, inputs, settings.shape))
     return Built(problem, dict(draft.group_of), slots, notes)

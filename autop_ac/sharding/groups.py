@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial
 
 from ..capture.joint import JointGraph, Port
-from ..errors import ConfigError
 from ..graph.devices import DeviceSpec, Topology
-from .constraints import Constraints
 from .fold import is_tensor_node
 from .layout import free_placements, local_bytes, replicated
-from .option import Option, leaves_of, outputs_of
+from .option import Option, leaves_of, outputs_of, producer_of
 from .plan import Placements
 
 
@@ -31,7 +27,6 @@ class Settings:
     Attributes:
         fold: whether equal layers share variables.
         prefetch: whether computation hides collectives of parameters.
-        prefetch_bytes: of gathers, those up to so many bytes; None for all.
     """
 
     mesh: DeviceMesh
@@ -41,7 +36,6 @@ class Settings:
     reshard_after_forward: bool = True
     fold: bool = True
     prefetch: bool = True
-    prefetch_bytes: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -116,28 +110,6 @@ def uneven_casts(
     return extra
 
 
-def fix_nodes(joint: JointGraph, draft: Draft, constraints: Constraints) -> None:
-    by_parameter = {
-        port.name: name for name, port in joint.placeholders.items() if port.kind == "parameter"
-    }
-    for name, placements in constraints.nodes.items():
-        group = draft.group_of.get(by_parameter.get(name, name))
-        if group is None:
-            near = difflib.get_close_matches(name, [*draft.group_of, *by_parameter], n=3)
-            hint = f"; near it: {', '.join(near)}" if near else ""
-            raise ConfigError(f"no node or parameter {name!r} in the captured graph{hint}")
-        kept = tuple(
-            o for o in draft.options[group] if o.outputs and o.outputs[0] == tuple(placements)
-        )
-        if not kept:
-            possible = list(dict.fromkeys(str(o.outputs[0]) for o in draft.options[group]))
-            raise ConfigError(
-                f"{name!r} cannot give {tuple(placements)}; its placements are "
-                f"{', '.join(possible)}"
-            )
-        draft.options[group] = kept
-
-
 def drop_unreachable(draft: Draft, joint: JointGraph) -> None:
     """Drop options that read a Partial which no producer can give, and repeated options.
 
@@ -182,9 +154,7 @@ def _covers(given: tuple[Partial | None, ...], wanted: tuple[Partial | None, ...
 
 def source_of(draft: Draft, leaf: torch.fx.Node) -> tuple[int, int] | None:
     """(group, output) that gives a leaf, getitem looked through; None where it is no tensor."""
-    index = 0
-    if leaf.op == "call_function" and leaf.target is operator.getitem:
-        leaf, index = leaf.args[0], leaf.args[1]
+    leaf, index = producer_of(leaf)
     group = draft.group_of.get(leaf.name)
     if group is None or outputs_of(leaf)[index] is None:
         return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor.placement_types import Partial, Replicate
@@ -33,10 +35,27 @@ def leaves_of(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def outputs_of(node: torch.fx.Node) -> tuple[torch.Tensor | None, ...]:
-    """What the operator gives: one value for a tensor, one per entry for a tuple or list."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else (value,)
+    """What the operator gives: one value for a tensor, one per entry for a tuple or list, nested ones too."""
+    values = entries(node.meta.get("val"))
     return tuple(v if isinstance(v, torch.Tensor) else None for v in values)
+
+
+def entries(value: Any) -> list[Any]:
+    """A result in the order of `Choice.outputs`: itself, or what a tuple or list holds, nested ones too."""
+    return pytree.tree_leaves(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def producer_of(node: torch.fx.Node) -> tuple[torch.fx.Node, int]:
+    """The operator that gives a node's value and the number of it there, getitem looked through."""
+    path: list[int] = []
+    while node.op == "call_function" and node.target is operator.getitem:
+        path.insert(0, node.args[1])
+        node = node.args[0]
+    index, value = 0, node.meta.get("val")
+    for i in path:
+        index += sum(len(entries(v)) for v in value[:i])
+        value = value[i]
+    return node, index
 
 
 def given(option: Option, output: int) -> Placements:

@@ -23,13 +23,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate
 from torch.utils import _pytree as pytree
 
+from ..capture.local_map import enter, is_local, leave
 from ..capture.names import source_line
 from ..errors import CaptureError
 from ..graph.cost import node_time_s, tensor_bytes
-from ..graph.devices import DeviceSpec
+from ..graph.devices import DeviceSpec, Topology
+from .flex_rules import FLEX, flex_shapes
 from .layout import divides, even_local_shape
 from .local_args import local_sizes
-from .option import Option, leaves_of, outputs_of
+from .local_map_rules import LocalMapRules
+from .option import Option, entries, leaves_of, outputs_of
 from .plan import Placements
 from .rules import Row, axis_rows
 
@@ -46,11 +49,15 @@ class _Run:
 class OptionFinder:
     """Options of the operators of one graph on one mesh, memoised by operator and arguments."""
 
-    def __init__(self, mesh: DeviceMesh, device: DeviceSpec) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, device: DeviceSpec, topology: Topology | None = None
+    ) -> None:
         self.mesh_shape = tuple(mesh.shape)
         self.device_type = mesh.device_type
         self.device = device
         self.notes: list[str] = []
+        topology = topology or Topology.from_mesh_shape(tuple(mesh.shape))
+        self._written = LocalMapRules(mesh, device, topology)
         self._memo: dict[Any, tuple[Option, ...]] = {}
         self._rows: dict[Any, list[Row] | None] = {}
         self._shapes: dict[Any, tuple[int, ...] | None] = {}
@@ -58,6 +65,8 @@ class OptionFinder:
 
     def options(self, node: torch.fx.Node) -> tuple[Option, ...]:
         """Options of one call_function node, the replicated one among them."""
+        if node.target in (enter, leave) or is_local(node):
+            return (self._written.option(node),)
         args, kwargs = _values(node)
         key = _key(node.target, args, kwargs)
         if key not in self._memo:
@@ -166,7 +175,10 @@ class OptionFinder:
             for k, v in local_kwargs.items()
         }
         try:
-            result = node.target(*local_args, **local_kwargs)
+            if node.target in FLEX:
+                result = flex_shapes(node.target, local_args)
+            else:
+                result = node.target(*local_args, **local_kwargs)
         except (
             RuntimeError,
             IndexError,
@@ -176,8 +188,7 @@ class OptionFinder:
             NotImplementedError,
         ):
             return None
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        known = [r if isinstance(r, torch.Tensor) else None for r in results]
+        known = [r if isinstance(r, torch.Tensor) else None for r in entries(result)]
         return _Run(
             tuple(None if r is None else tuple(r.shape) for r in known),
             tuple(0 if r is None else tensor_bytes(r) for r in known),
@@ -201,8 +212,9 @@ class OptionFinder:
         if str(node.target).startswith("_c10d_functional."):
             # on the whole tensors that the graph is about, a sum over devices would add up equal copies
             raise CaptureError(
-                f"communication written by hand ({node.target}, {line}): the graph is one of whole tensors, "
-                "and local_map is not kept in it. Take the call out: the search adds what placements need"
+                f"communication written by hand ({node.target}, {line}): outside of local_map the graph is one "
+                "of whole tensors. Take the call out, the search adds what placements need; or put it in a "
+                "function under torch.distributed.tensor.experimental.local_map"
             )
         text = (
             f"no sharding rule for {node.target} ({line}): its inputs and outputs are replicated on "

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from torch.utils import _pytree as pytree
 
 from .. import _torch_sharding as private
+from .flex_rules import FLEX, flex_rows
 from .own_rules import OWN_RULES
 from .unsound import is_unsound
 
@@ -32,6 +33,8 @@ def axis_rows(op: Any, args: Any, kwargs: Any, outputs: Any, mesh: DeviceMesh) -
         outputs: as `outputs_of`.
         mesh: of one axis.
     """
+    if op in FLEX:
+        return flex_rows(op, args)
     if not isinstance(op, private.OpOverload):
         return None
     tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils import _pytree as pytree
 
 from autop_ac import AutoParallel, launch
-from tests.zoo import MODELS
+from tests.zoo import MODELS, OnMesh
 
 WAYS = ("plain", "data", "tensor")
 WITHIN = 1e-9  # of the norm of each tensor, in float64
@@ -64,7 +64,7 @@ def compare(name, shape, way):
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
     make, inputs = MODELS[name]
-    model = make().double()
+    model = (make(mesh) if isinstance(make, OnMesh) else make()).double()
     given = tuple(map(wide, inputs()))
     ap = AutoParallel(model, lambda: given, mesh).configure_ac().configure_compile("eager")
     # before the single process runs it: buffers change
@@ -86,7 +86,11 @@ def compare(name, shape, way):
     planned_s = time.monotonic() - started
     local = [distribute_tensor(x, mesh, placements).to_local() for x in given]
     outputs = parallel(*local)
-    expected = model(*given)
+    single = model
+    if isinstance(make, OnMesh):
+        single = make().double()
+        single.load_state_dict(model.state_dict())
+    expected = single(*given)
     weights = [
         torch.randn_like(t) for t in pytree.tree_leaves(expected) if isinstance(t, torch.Tensor)
     ]
@@ -99,11 +103,11 @@ def compare(name, shape, way):
     return {
         "outputs": farthest(dict(enumerate(right)), dict(enumerate(found))),
         "gradients": farthest(
-            {n: p.grad for n, p in model.named_parameters()},
+            {n: p.grad for n, p in single.named_parameters()},
             {n: p.grad for n, p in parallel.named_parameters()},
         ),
         "buffers": farthest(
-            {n: b for n, b in model.named_buffers() if b.is_floating_point()},
+            {n: b for n, b in single.named_buffers() if b.is_floating_point()},
             dict(parallel.named_buffers()),
         ),
         "sharded_parameters": f"{spread} of {len(plan.parameters)}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import fields
 from decimal import Decimal
 from functools import cache
 from typing import Any, Literal
@@ -68,6 +69,13 @@ class ACBackend(ReadsHints):
                 warnings.warn(
                     "this graph calls a parallel module, which is compiled already, and runs as it is: the "
                     "hints beside that call are not read. Compile the code that they stand in by itself",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            if given := _changed(self.ac):
+                warnings.warn(
+                    f"this graph calls a parallel module, which is compiled already, and runs as it is: {given} "
+                    "of the backend takes no part in it. Give it to configure_ac, where the module is made",
                     UserWarning,
                     stacklevel=2,
                 )
@@ -154,6 +162,13 @@ def autoparallel_backend(
     if isinstance(size, (int, float)) and not isinstance(size, bool):
         size = f"{Decimal(repr(size)):f} GiB"  # exactly as written: 0.1 is a tenth
     return backend(enable=enable_ac, stage_size=size)
+
+
+def _changed(ac: ACConfig) -> str:
+    """Settings that are not the defaults, ``"memory_budget=0.5"``."""
+    plain = ACConfig()
+    named = [f.name for f in fields(ac) if f.init and getattr(ac, f.name) != getattr(plain, f.name)]
+    return ", ".join(f"{name}={getattr(ac, name)!r}" for name in named)
 
 
 def _has_hints(gm: torch.fx.GraphModule) -> bool:

@@ -23,6 +23,21 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def pytest_collection_modifyitems(items):
     """The longest first, so that no worker is left with them at the end."""
     items.sort(key=lambda item: item.path.name not in ("test_training.py", "test_tutorials.py"))
+    if not torch.cuda.is_available():
+        reason = "needs a CUDA device: run `pytest -m gpu` where there is one"
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Nothing else is skipped: a test that skips itself on this machine would check nothing unseen."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and not item.get_closest_marker("gpu"):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped, and only tests marked gpu may be"
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """`torch.compile` around a parallel module: what runs, and what is kept, is ours all the same."""
 
 import copy
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -178,3 +179,14 @@ def test_hints_beside_it_are_not_dropped_in_silence(around):
     with pytest.warns(UserWarning, match="the hints beside that call are not read"):
         got = compiled(x)
     torch.testing.assert_close(got, parallel(x).sin().cos())
+
+
+def test_settings_of_the_backend_that_nothing_reads_are_told():
+    parallel, x = parallelized(Net()), torch.randn(2, 8)
+    ours = autop_ac.backend(stage_size="1 MiB", compile="eager")
+    with pytest.warns(UserWarning, match="stage_size='1 MiB' of the backend takes no part in it"):
+        got = torch.compile(lambda x: parallel(x) + 1, backend=ours)(x)
+    torch.testing.assert_close(got, parallel(x) + 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        torch.compile(lambda x: parallel(x) + 2, backend=autop_ac.backend(compile="eager"))(x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
+from .._torch_dtensor import local_parts
 from ..annotate import compiled_by_ours
 from ..capture.calling import Calling, closed
 from ..capture.joint import JointGraph, Port
@@ -88,7 +89,7 @@ class Runner:
         calling = self.calling
         leaves = [self._checked(i, x) for i, x in enumerate(given)]
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        held = {n: _lookup(module, n) for n in (*calling.parameters, *calling.buffers)}
+        held = _held(module, (*calling.parameters, *calling.buffers))
         if torch.is_grad_enabled():
             for n in calling.parameters:
                 if held[n].requires_grad and n not in self.trained:
@@ -96,7 +97,7 @@ class Runner:
                         f"parameter {n} requires a gradient now and did not when the model was "
                         "captured, so the graph has none: capture it again"
                     )
-        state = [_local(t) for t in held.values()]
+        state = local_parts(list(held.values()))
         if self.random_offset is None:
             out = self.compiled(*state, *tensors)
         else:
@@ -104,17 +105,17 @@ class Runner:
             with _forked_random(state):
                 torch.manual_seed(seed + self.random_offset)
                 out = self.compiled(*state, *tensors)
-        self._check_unchanged_in_backward(module, out)
+        self._check_unchanged_in_backward(held, out)
         if self.outputs == "dtensor" or any(s.is_moved for s in self.output_specs):
             out = self._handed_out(out)
         return out
 
-    def _check_unchanged_in_backward(self, module: torch.nn.Module, out: Any) -> None:
+    def _check_unchanged_in_backward(self, held: Mapping[str, Any], out: Any) -> None:
         tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
         differentiable = [t for t in tensors if t.grad_fn is not None]
         if not differentiable:
             return
-        read = {name: _lookup(module, name) for name in self.read_in_backward}
+        read = {name: held[name] for name in self.read_in_backward}
         versions = {name: parameter._version for name, parameter in read.items()}
 
         def check(_: torch.Tensor) -> None:
@@ -238,11 +239,22 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _lookup(module: torch.nn.Module, name: str) -> Any:
-    *path, leaf = name.split(".")
-    for part in path:
-        module = _unwrapped(getattr(_unwrapped(module), part))
-    return getattr(_unwrapped(module), leaf)
+def _held(module: torch.nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    """Parameters and buffers by user name; each module on the way is looked up once."""
+    modules = {"": _unwrapped(module)}
+
+    def owner(path: str) -> Any:
+        found = modules.get(path)
+        if found is None:
+            above, _, last = path.rpartition(".")
+            found = modules[path] = _unwrapped(getattr(owner(above), last))
+        return found
+
+    held = {}
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        held[name] = getattr(owner(path), leaf)
+    return held
 
 
 def _unwrapped(module: Any) -> Any:

@@ -210,11 +210,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--nproc", type=int, default=2, help="processes, without torchrun")
-    parser.add_argument("--batch", type=int, default=2, help="sequences of each process")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of each process")
     parser.add_argument("--steps", type=int, help="timed steps; 20, or 3 with --quick")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     asked = parser.parse_args()
+    if asked.device == "cuda" and "RANK" not in os.environ:
+        parser.error("--device cuda: start it by torchrun --nproc-per-node=N, which NCCL needs")
     asked.steps = asked.steps or (3 if asked.quick else 20)
     (rows, *_) = launch(run, asked.nproc, asked, timeout_s=7200)
     if os.environ.get("RANK", "0") != "0":

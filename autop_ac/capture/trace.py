@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
 
 from .. import _torch as private
 from .._torch_flex import traced_with_gradients
@@ -184,6 +185,7 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
     inline_local_maps(graph, wanted.mesh)
     names = _restore_dtypes(graph, wanted.originals, wanted.fake_mode)
     joint = _export_joint(graph, tensors, where, divisible=True)
+    _check_sizes(joint.graph_module, where)
     take_marks(joint.graph_module)
     mark_local(joint.graph_module.graph)
     paired = zip(wanted.form.names, wanted.leaves, strict=True)
@@ -192,7 +194,7 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
         raise CaptureError(
             f"{where}: the model holds tensors that are no parameters and no buffers "
             f"({', '.join(n.partition('model_')[2] or n for n in lost)}): register each with "
-            "register_buffer, so that it is placed and moved with the module"
+            "register_buffer, so that it is placed and moved with the module; a BlockMask is made in forward"
         )
     calling = Calling(
         parameters=tuple(names.get(n, n) for n in joint.params_spec),
@@ -246,6 +248,21 @@ def _check_changes(changes: Sequence[tuple[str, str]], model: torch.nn.Module, w
             UserWarning,
             stacklevel=4,
         )
+
+
+def _check_sizes(graph: torch.fx.GraphModule, where: str) -> None:
+    """Refuse what has another size in each call, such as the steps of a `while_loop`."""
+    for node in graph.graph.nodes:
+        tensors = [
+            v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)
+        ]
+        found = next((v for v in tensors if not all(type(n) is int for n in v.shape)), None)
+        if found is not None:
+            raise CaptureError(
+                f"{where}: {node.target} at {source_line(node.meta.get('stack_trace')) or 'an unknown line'} "
+                f"gives a tensor of shape {tuple(found.shape)}, whose size depends on values, and placements are "
+                "of sizes that are known. Give a loop a number of steps (scan has one), or move it out of forward"
+            )
 
 
 def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -18,8 +18,10 @@ from .errors import (
 )
 from .graph.devices import DeviceSpec, Topology
 from .policies import ATTENTION, COLLECTIVES, MATMUL, Rule, every
+from .report.curve import ParetoCurve
 from .report.estimate import Estimate
 from .report.explain import Explanation
+from .report.plan_table import plan_table
 from .report.values import ACReport
 from .runtime.launch import WorkerError, fake_mesh, launch
 from .runtime.memory import measure_memory
@@ -46,6 +48,7 @@ __all__ = [
     "ForwardInputs",
     "HintError",
     "InfeasibleError",
+    "ParetoCurve",
     "PartitionError",
     "PlanFileError",
     "Rule",
@@ -61,5 +64,6 @@ __all__ = [
     "fake_mesh",
     "launch",
     "measure_memory",
+    "plan_table",
     "with_sharding_constraint",
 ]

@@ -17,7 +17,7 @@ import functools
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -44,8 +44,28 @@ _OWN_FRAMES = ("ac_region", "checkpoint_name", "__call__")
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=torch.Tensor)
 
+
+class Entries:
+    """Numbers the entries of regions, the later the larger, and keeps what was entered."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._entered: dict[int, RegionSpec] = {}
+
+    def enter(self, spec: RegionSpec) -> int:
+        """The number of one more entry."""
+        number = next(self._numbers)
+        self._entered[number] = spec
+        return number
+
+    def without(self, numbers: Iterable[int]) -> tuple[RegionSpec, ...]:
+        """The regions that no entry of those numbers is of: one that was entered again is not there."""
+        held = {self._entered[n] for n in numbers}
+        return tuple(dict.fromkeys(s for s in self._entered.values() if s not in held))
+
+
 # None outside of a capture; inside, it numbers the entries of regions
-_uids: ContextVar[Iterator[int] | None] = ContextVar("autop_ac_region_uids", default=None)
+_uids: ContextVar[Entries | None] = ContextVar("autop_ac_region_uids", default=None)
 
 
 class ReadsHints:
@@ -56,7 +76,7 @@ class ReadsHints:
     """
 
     def __init__(self) -> None:
-        self.entries: Iterator[int] = itertools.count(1)
+        self.entries = Entries()
 
 
 @private.constant_while_tracing
@@ -66,11 +86,12 @@ def compiled_by_ours() -> bool:
 
 
 @contextlib.contextmanager
-def capturing() -> Iterator[None]:
+def capturing() -> Iterator[Entries]:
     """While open, regions that Dynamo traces in this thread leave their annotation."""
-    token = _uids.set(itertools.count(1))
+    entries = Entries()
+    token = _uids.set(entries)
     try:
-        yield
+        yield entries
     finally:
         _uids.reset(token)
 
@@ -157,7 +178,7 @@ def _is_capturing() -> bool:
     return _numbers() is not None
 
 
-def _numbers() -> Iterator[int] | None:
+def _numbers() -> Entries | None:
     """Of the trace that is under way, where what it makes reads hints."""
     if (numbers := _uids.get()) is not None:
         return numbers
@@ -192,7 +213,7 @@ def _enter(
     spec = _spec(name, save, recompute, otherwise, prefer, source)
     uids = _numbers()
     assert uids is not None, "regions are entered while something reads them"
-    return {f"{REGION_PREFIX}{next(uids)}": spec.annotation()}
+    return {f"{REGION_PREFIX}{uids.enter(spec)}": spec.annotation()}
 
 
 def ac_region(
@@ -373,6 +394,12 @@ def with_sharding_constraint(x: T, placements: Any) -> T:
         text, source = _placed_at(placements)
         return private.placed(x, text, source)
     return x
+
+
+def region_numbers(meta: Mapping[str, Any]) -> tuple[int, ...]:
+    """Numbers of the entries that the ``meta`` of a node is in."""
+    keys = meta.get("custom") or {}
+    return tuple(int(k.removeprefix(REGION_PREFIX)) for k in keys if k.startswith(REGION_PREFIX))
 
 
 def is_region_object(dynamo_message: str) -> bool:

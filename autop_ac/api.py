@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import cache
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -15,34 +14,32 @@ from typing import Any, Literal, Self
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor.placement_types import Placement
 
 from ._torch_trace import artifact
 from .build import Settings
 from .capture.fingerprint import fingerprint
 from .capture.joint import JointGraph
 from .capture.trace import Request, capture, request
-from .config import OPTIMIZER_COPIES, ACConfig, CommConfig, CompileConfig, ac_config, parse_bytes
+from .config import ACConfig, CommConfig, CompileConfig, ac_config
+from .constrain import Constrained
+from .documented import takes_fields
 from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, Topology, described_gpu, find_device
 from .progress import progress
 from .recompute.hints import ResolvedHints, resolve_hints
-from .recompute.pareto import ParetoPoint
 from .recompute.pipeline import Recompute
 from .report.build import ACReport, build_report
+from .report.curve import ParetoCurve
 from .report.estimate import Estimate
 from .report.explain import Explanation
 from .report.plan_table import plan_table
-from .runtime.parallel import Modes, Outputs, Runner, Runners, make_parallel
-from .sharding.constraints import Constraints
+from .runtime.parallel import Outputs, Runner, Runners, Variant, make_parallel
 from .sharding.plan import ShardingPlan
 
 log = logging.getLogger("autop_ac")
 
-PlacementsPerTensor = Sequence[Sequence[Placement] | None]
 
-
-class AutoParallel:
+class AutoParallel(Constrained):
     """Shard a single-device module over a mesh, with activation checkpointing under your control.
 
     Use it as a context manager::
@@ -54,11 +51,15 @@ class AutoParallel:
 
     Args:
         model: a single-device module, with real weights or on the meta device; left as it is.
-        input_fn: makes the inputs in global shapes: a tensor, a tuple, or a `ForwardInputs`.
-        mesh: the devices, one or more axes.
+        input_fn: a function without arguments that makes one batch in global shapes: a tensor, a tuple
+            of positional inputs, or a `ForwardInputs`. Only shapes and dtypes of its tensors are used.
+        mesh: the devices, one or more axes: of `init_device_mesh`, or of `fake_mesh` to plan for devices
+            that are not there.
         mp_policy: dtypes, as FSDP2 takes them.
         reshard_after_forward: gather parameters again for backward (True) or keep them gathered.
-        dynamic: reserved for varying batch sizes; True is refused at present.
+        dynamic: whether sizes of inputs may change between calls. Each new size is traced and compiled
+            at its first call, between the same placements; sizes that do not divide over the mesh are
+            computed whole on every device.
         loss_fn: ``loss_fn(output)`` or ``loss_fn(output, target)`` with the last input as target;
             the parallel module then gives the loss of the whole batch.
 
@@ -82,48 +83,65 @@ class AutoParallel:
             raise ConfigError(f"model is a {type(model).__name__}; give an nn.Module")
         if not callable(input_fn):
             raise ConfigError(
-                f"input_fn is a {type(input_fn).__name__}; give a function of nothing"
+                f"input_fn is a {type(input_fn).__name__}; give a function without arguments that "
+                "makes one batch: lambda: torch.empty(64, 2048)"
             )
         if not isinstance(mesh, DeviceMesh):
-            raise ConfigError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh")
+            raise ConfigError(
+                f"mesh is a {type(mesh).__name__}; give a DeviceMesh: init_device_mesh(...), or "
+                "autop_ac.fake_mesh((8, 4)) to plan for devices that are not there"
+            )
         if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
             raise ConfigError(
                 f"mp_policy is {mp_policy!r}; give torch.distributed.fsdp.MixedPrecisionPolicy("
                 "param_dtype=..., reduce_dtype=...)"
             )
-        if dynamic:
-            raise ConfigError("dynamic=True is not available yet; leave it False")
+        if not isinstance(dynamic, bool):
+            raise ConfigError(f"dynamic={dynamic!r}: allowed are True and False")
+        super().__init__(mesh)
         self._model = model
         self._input_fn = input_fn
-        self._mesh = mesh
         self._mp_policy = mp_policy
         self._reshard = reshard_after_forward
         self._loss_fn = loss_fn
+        self._dynamic = dynamic
         self._ac = ACConfig()
         self._compile = CompileConfig()
         self._comm = CommConfig()
         self._device: DeviceSpec | None = None  # the one at hand
         self._topology: Topology | None = None
         self._stage = progress()
-        self._constraints = Constraints()
-        self._state: Literal["new", "open", "closed"] = "new"
         self._request: Request | None = None
-        self._joint: JointGraph | None = None
         self._hints: ResolvedHints | None = None
         self._plan: ShardingPlan | None = None
         self._report: Callable[[], ACReport] | None = None
         self._applied = False  # whether that report is of a module that was made
-        self.sharding_optimizer = NodeConstraints(self)
 
     # settings: each call replaces what the earlier one set
 
+    @takes_fields(ACConfig)
     def configure_ac(self, config: ACConfig | bool | None = None, /, **settings: Any) -> Self:
-        """Set activation checkpointing by an `ACConfig`, or by its fields as keywords."""
+        """Set activation checkpointing; what is not given has its default, whatever an earlier call set.
+
+        Args:
+            config: an `ACConfig` in place of the keywords; True and False are `enable`.
+
+        Raises:
+            ConfigError: a name is unknown (the nearest is told), a value is out of range, or both a
+                config and keywords are given.
+        """
         self._ac = ac_config(config, settings)
         return self._changed()
 
     def configure_compile(self, backend: Literal["eager", "inductor"] = "inductor") -> Self:
-        """Run the graphs compiled by Inductor (the default), or node by node ("eager")."""
+        """Set how forward and backward are run.
+
+        Args:
+            backend: "inductor" (the default) compiles them, "eager" runs them node by node.
+
+        Raises:
+            ConfigError: another word.
+        """
         self._compile = CompileConfig(backend=backend)
         return self._changed()
 
@@ -140,8 +158,12 @@ class AutoParallel:
             all_gather_bucket: parameters of one block are gathered together while they sum to at most
                 this many bytes; a larger one is gathered alone, and so is each where None.
             reduce_scatter_bucket: the same for the reduce-scatters of gradients.
-            prefetch: start gathers ahead of their use, with at most `all_gather_bucket` bytes on their
-                way, and wait for reduce-scatters later.
+            prefetch: start gathers ahead of their use, with at most `all_gather_bucket` gathered bytes on
+                their way, and wait for sums of gradients one later; what can run so is hidden in the times
+                that placements are chosen by.
+
+        Raises:
+            ConfigError: no size, or `prefetch` without an `all_gather_bucket`.
         """
         self._comm = CommConfig(all_gather_bucket, reduce_scatter_bucket, prefetch)
         return self._changed()
@@ -149,7 +171,17 @@ class AutoParallel:
     def configure_device(
         self, device: str | DeviceSpec | None = None, topology: Topology | None = None
     ) -> Self:
-        """Describe the device, by name or by `DeviceSpec`, and the links between devices."""
+        """Describe the device that is planned for, and the links between devices.
+
+        Args:
+            device: "A100", "H100", "H200", "B200" or "cpu", the path of a TOML file (``"L4.toml"``, as
+                `DeviceSpec.from_toml` reads it), or a `DeviceSpec`; None for the device at hand.
+            topology: the links along each mesh axis; None for NVLink within eight neighbouring devices
+                and a network beyond.
+
+        Raises:
+            ConfigError: the device is not known, or the topology is of another number of axes.
+        """
         if device is not None:
             self._device = find_device(device)
         if topology is not None and len(topology.link_bandwidth) != self._mesh.ndim:
@@ -212,87 +244,6 @@ class AutoParallel:
     ) -> None:
         self._state = "closed"
 
-    def _open_joint(self, call: str) -> JointGraph:
-        if self._state == "new":
-            raise UsageError(f"{call} needs the captured graph: call it inside the `with` block")
-        if self._joint is None:
-            raise UsageError(f"{call}: the capture failed, so there is no graph; make a new object")
-        return self._joint
-
-    def _constrain(self, call: str, **changes: Any) -> None:
-        self._open_joint(call)
-        if self._state == "closed":
-            raise UsageError(f"{call} came after the `with` block ended; constrain before that")
-        self._constraints = dataclasses.replace(self._constraints, **changes)
-
-    def add_input_constraints(self, placements: PlacementsPerTensor | None) -> None:
-        """Fix the placements of the inputs: one entry per tensor input, None leaves it free."""
-        self._constrain("add_input_constraints", inputs=self._per_tensor(placements, "input"))
-
-    def add_output_constraints(self, placements: PlacementsPerTensor | None) -> None:
-        """Fix the placements of the outputs: one entry per tensor output, None leaves it free."""
-        self._constrain("add_output_constraints", outputs=self._per_tensor(placements, "output"))
-
-    def add_parameter_memory_constraint(
-        self, low: float | None = None, high: float | None = None
-    ) -> None:
-        """Bound the parameter bytes of one device, as fractions of all parameter bytes.
-
-        Args:
-            low: least fraction, None for 0.  high: most, None for ``1 / mesh.size()``.
-        """
-        high = 1 / self._mesh.size() if high is None else high
-        low = 0.0 if low is None else low
-        if not 0 <= low <= high <= 1:
-            raise ConfigError(
-                f"parameter memory between low={low} and high={high} of all bytes: give "
-                "0 <= low <= high <= 1"
-            )
-        self._constrain("add_parameter_memory_constraint", parameter_low=low, parameter_high=high)
-
-    def add_state_memory_constraint(
-        self, limit: str | int, optimizer: str | None = "adamw"
-    ) -> None:
-        """Bound the bytes of parameters, gradients and optimizer state together, on one device.
-
-        Args:
-            limit: ``"40 GiB"``, or an int of bytes; rounded down.
-            optimizer: as in `ACConfig`; None for one without state.
-        """
-        limit_bytes = parse_bytes(limit, name="limit", round_down=True, off="no call")
-        if optimizer is not None and optimizer not in OPTIMIZER_COPIES:
-            raise ConfigError(
-                f"optimizer={optimizer!r}: allowed are {', '.join(OPTIMIZER_COPIES)}; None for one without "
-                "state"
-            )
-        copies = 0 if optimizer is None else OPTIMIZER_COPIES[optimizer]
-        self._constrain("add_state_memory_constraint", state_bytes=limit_bytes, state_copies=copies)
-
-    def _per_tensor(self, placements: PlacementsPerTensor | None, kind: str) -> Any:
-        joint = self._open_joint(f"add_{kind}_constraints")
-        if placements is None:
-            return None
-        ports = joint.placeholders.values() if kind == "input" else joint.results
-        count = sum(p is not None and p.kind == kind for p in ports)
-        if len(placements) != count:
-            raise ConfigError(
-                f"{len(placements)} {kind} constraints for {count} {kind} tensors: give one tuple "
-                "of placements (or None) for each"
-            )
-        for i, entry in enumerate(placements):
-            if entry is None:
-                continue
-            if not isinstance(entry, Iterable) or isinstance(entry, Placement):
-                raise ConfigError(f"{kind} constraint {i} is {entry!r}; give a tuple of placements")
-            if len(tuple(entry)) != self._mesh.ndim:
-                raise ConfigError(
-                    f"{kind} constraint {i} is {tuple(entry)}; the mesh has {self._mesh.ndim} axes, "
-                    "give one placement for each"
-                )
-            if not all(isinstance(p, Placement) for p in entry):
-                raise ConfigError(f"{kind} constraint {i} is {tuple(entry)}, not all placements")
-        return tuple(None if e is None else tuple(e) for e in placements)
-
     def optimize_placement(self, verbose: bool = False) -> ShardingPlan:
         """Search the placement of every tensor that takes least time within the constraints.
 
@@ -334,8 +285,8 @@ class AutoParallel:
         if plan.fingerprint and plan.fingerprint != fingerprint(joint):
             raise UsageError(
                 "the plan is for another model, for inputs of other shapes or for other settings: its graph's "
-                f"fingerprint is {plan.fingerprint[:12]}, and this one's {fingerprint(joint)[:12]}. Take "
-                "one from optimize_placement of this object"
+                f"fingerprint is {plan.fingerprint[:12]}, and this one's {fingerprint(joint)[:12]}. Search "
+                "again, by optimize_placement"
             )
         computed = {
             n.name
@@ -364,7 +315,13 @@ class AutoParallel:
             for name in entry.names:
                 names[name] = (*names.get(name, ()), entry.name)
         device = self._settings().device
-        report = cache(lambda: build_report(recompute, plan, device=device, names=names))
+        inputs = self._request.inputs() if self._request is not None else ()
+        config = self._ac
+        report = cache(
+            lambda: build_report(
+                recompute, plan, device=device, names=names, inputs=inputs, config=config
+            )
+        )
         artifact("report", lambda: report().to_json(), "json")
         return report
 
@@ -384,12 +341,12 @@ class AutoParallel:
         self._plan, self._report, self._applied = plan, self._reported(recompute, plan), True
         for note in recompute.plan.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
-        wanted = self._request
+        wanted, settings = self._request, settings.after(recompute)
 
-        def in_modes(modes: Modes) -> Runner:
-            return settings.lower_in_modes(wanted, joint, plan, modes)
+        def of_variant(variant: Variant) -> Runner:
+            return settings.lower_variant(wanted, joint, plan, variant)
 
-        runners = Runners(wanted.model, runner, in_modes)
+        runners = Runners(wanted.model, runner, of_variant, self._dynamic)
         return make_parallel(self._model, plan, self._mesh, runners)
 
     def parallelize(
@@ -476,7 +433,7 @@ class AutoParallel:
         """
         return self.ac_report.explain(asked)
 
-    def pareto(self, depth: int = 4) -> tuple[ParetoPoint, ...]:
+    def pareto(self, depth: int = 4) -> ParetoCurve:
         """The curve of predicted peak against recompute time; after `optimize_placement`.
 
         What binds (hints, rules, the all-gather contract) holds in every point; what stages or a budget
@@ -487,58 +444,10 @@ class AutoParallel:
             depth: how often each part of the curve is halved; more takes longer.
 
         Returns:
-            Points of growing peak (bytes on one device) and falling recompute time (seconds).
+            Points of growing peak (bytes on one device) and falling recompute time (seconds): a tuple of
+            `ParetoPoint` that prints as a table.
         """
         return self.ac_report.pareto(depth)
-
-
-class NodeConstraints:
-    """Constraints on nodes of the captured graph and on modules (``ap.sharding_optimizer``)."""
-
-    def __init__(self, owner: AutoParallel) -> None:
-        self._owner = owner
-
-    def add_node_constraint(self, node: Any, placement: Sequence[Placement]) -> None:
-        """Fix the placement of what a node gives.
-
-        Args:
-            node: an FX node of the captured graph, its name, or a parameter's name.
-            placement: one placement per mesh axis.
-        """
-        owner = self._owner
-        joint = owner._open_joint("add_node_constraint")
-        name = node if isinstance(node, str) else node.name
-        known = {n.name for n in joint.module.graph.nodes}
-        known |= {p.name for p in joint.placeholders.values() if p.kind == "parameter"}
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"no node or parameter {name!r} in the captured graph; nearest: {nearest}"
-            )
-        given = self._per_axis("node", placement)
-        nodes = {**owner._constraints.nodes, name: given}
-        owner._constrain("add_node_constraint", nodes=nodes)
-
-    def add_module_constraint(self, modules: str, placement: Sequence[Placement]) -> None:
-        """Fix the placement of what modules hand to others in forward.
-
-        Args:
-            modules: a module path or a glob on paths, ``"layers.*.attention"``.
-            placement: one placement per mesh axis.
-        """
-        owner = self._owner
-        given = self._per_axis("module", placement)
-        held = {**owner._constraints.modules, modules: given}
-        owner._constrain("add_module_constraint", modules=held)
-
-    def _per_axis(self, kind: str, placement: Sequence[Placement]) -> tuple[Placement, ...]:
-        axes = self._owner._mesh.ndim
-        given = (placement,) if isinstance(placement, Placement) else tuple(placement)
-        if len(given) != axes or not all(isinstance(p, Placement) for p in given):
-            raise ConfigError(
-                f"{kind} constraint {placement!r}: the mesh has {axes} axes, give one placement for each"
-            )
-        return given
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

@@ -17,6 +17,7 @@ from .annotate import REGION_PREFIX, ReadsHints
 from .capture.joint import Port
 from .capture.trace import differentiate
 from .config import ACConfig, CompileConfig, ac_config
+from .documented import takes_fields
 from .errors import ConfigError, UsageError
 from .graph.devices import DeviceSpec, described_gpu, find_device
 from .lowering.compile import compile_local, decompositions, partition_by
@@ -91,7 +92,7 @@ class ACBackend(ReadsHints):
         )
         with user_passes_done():
             made = compile_local(joint, local.module, partition_by(recompute), backend)
-        report = cache(lambda: build_report(recompute, None, device=device))
+        report = cache(lambda: build_report(recompute, None, device=device, config=self.ac))
         self._reports.append(report)
         artifact("report", lambda: report().to_json(), "json")
         for note in recompute.plan.notes:
@@ -100,6 +101,7 @@ class ACBackend(ReadsHints):
         return made
 
 
+@takes_fields(ACConfig)
 def backend(
     config: ACConfig | None = None,
     /,
@@ -118,7 +120,7 @@ def backend(
     Make one for each model: a changed policy is another backend, and compiles again.
 
     Args:
-        config: settings of activation checkpointing; or give them as keywords, as to `configure_ac`.
+        config: an `ACConfig` in place of its fields as keywords.
         compile: Inductor, or the two graphs run node by node.
         device: what the model runs on, for predicted times; None for the device of its inputs.
 

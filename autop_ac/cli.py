@@ -9,29 +9,29 @@ Exit status: 0, 1 where a limit cannot be met or the step does not fit the devic
 from __future__ import annotations
 
 import argparse
-import difflib
-import importlib
-import importlib.util
 import logging
+import os
+import re
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, NoReturn
 
 from .api import AutoParallel
 from .config import ACConfig
 from .errors import AutopACError, InfeasibleError, UsageError
+from .graph.devices import DEVICES, find_device
+from .near import did_you_mean
+from .report.compare import Compared, compare_table
 from .report.plan_table import plan_table
-from .report.text import duration, size, table_text
+from .report.text import size
 from .report.values import ACReport
 from .runtime.launch import fake_mesh
 from .sharding.plan import ShardingPlan
+from .target import OPTIONS, built
 
 OK, UNFIT, WRONG = 0, 1, 2
 
@@ -45,7 +45,16 @@ COMPARED: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings that `compare` knows by name."""
 
-_BUILT = ("mp_policy", "reshard_after_forward", "loss_fn", "inputs", "outputs")
+WORDS: Mapping[str, str] = {
+    "off": "no activation checkpointing",
+    "full": "all that may be is recomputed",
+    "hints": "hints in the model alone",
+    "staged": "stages, of the size of least peak",
+    "half": "least recomputation within half of the peak with nothing recomputed",
+    "budget": "least recomputation that fits the device",
+    "given": "the flags",
+}
+"""What they are, for the lines below the table."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     try:
-        args = _parser().parse_args(argv)
+        args, rest = _parser().parse_known_args(argv)
+        if rest:
+            args.parser.error(
+                f"unrecognized arguments: {' '.join(rest)}{_meant(rest, args.parser)}"
+            )
     except SystemExit as stop:  # argparse has told what is wrong, or shown its help
         return int(stop.code or 0)
     if not args.quiet and not sys.stderr.isatty():  # a terminal has the display
@@ -96,8 +109,23 @@ def _without_remarks_on_collectives() -> Iterator[None]:
         logger.setLevel(level)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells the nearest of the words that a flag or the command may be."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        near = did_you_mean(found[1], re.findall(r"[\w-]+", found[2])) if found else ""
+        self.exit(WRONG, f"{self.prog}: {message}{near}\nAll flags: {self.prog} --help\n")
+
+
+def _meant(rest: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    known = re.findall(r"--[\w-]+", parser.format_usage())
+    near = (did_you_mean(word.partition("=")[0], known) for word in rest if word.startswith("-"))
+    return next(filter(None, near), "")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="autop-ac",
         description="Plan sharding and activation checkpointing for a mesh that need not be there.",
         epilog="Exit status: 0 ok, 1 infeasible or does not fit the device, 2 wrong use.",
@@ -106,52 +134,70 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Callable[[argparse.Namespace], int], words: str) -> Any:
         made = commands.add_parser(name, help=words, description=words)
-        made.set_defaults(command=run)
+        made.set_defaults(command=run, parser=made)
         made.add_argument(
             "target",
-            metavar="MODULE.py:BUILD",
-            help="a function, in a file or an importable module, that gives (model, input_fn), or with "
-            f"a dict of {', '.join(_BUILT)} as a third",
+            metavar="FILE.py:FUNCTION",
+            help="a function without arguments, in a file or an importable module, that returns "
+            "(model, input_fn); input_fn() makes one batch for the whole mesh, of which only shapes "
+            f"and dtypes are used. A dict of options may follow as a third: {', '.join(OPTIONS)}",
         )
         if name == "explain":
             made.add_argument("asked", nargs="+", metavar="NAME",
-                              help="a module path or glob, a tensor's or a parameter's name")  # fmt: skip
+                              help="what to explain: a module path or a glob of some (layers.*.mlp), the "
+                              "name of a parameter, or of a tensor in the graph")  # fmt: skip
         _add_common(made, several=name == "compare")
         if name in ("plan", "report"):
-            made.add_argument("--html", metavar="FILE", help="write the report as one page")
-            made.add_argument("--json", metavar="FILE", help="write the report as JSON")
+            made.add_argument("--html", type=_new_file, metavar="FILE",
+                              help="write the report to FILE, as one page for a browser")  # fmt: skip
+            made.add_argument("--json", type=_new_file, metavar="FILE",
+                              help="write the report to FILE, as JSON")  # fmt: skip
         if name == "compare":
             made.add_argument(
                 "--with", dest="names", metavar="NAMES", default=",".join(COMPARED),
-                help=f"which of {', '.join(COMPARED)}, joined by commas; flags of activation "
-                "checkpointing make one more, and so does each --config",
+                help=f"rows of the table, joined by commas: {', '.join(COMPARED)} (the default: all of "
+                "them). Each --config is one more row, and so are the flags of activation "
+                "checkpointing below, together",
             )  # fmt: skip
         ACConfig.add_arguments(made)
         return made
 
-    command("plan", _plan, "Where each parameter lies, and what a step takes.")
-    command("report", _report, "What is kept and recomputed, why, and what a step takes.")
-    command("compare", _compare, "Several settings of activation checkpointing in one table.")
+    command("plan", _plan, "Where each parameter lies on the mesh, and what a step takes.")
+    command(
+        "report",
+        _report,
+        "What is kept for backward and what is recomputed, and what a step takes.",
+    )
+    command("compare", _compare, "Several settings of activation checkpointing, in one table.")
     command("explain", _explain, "Why values of a module, or one value, are kept or recomputed.")
     return parser
 
 
 def _add_common(parser: argparse.ArgumentParser, several: bool) -> None:
-    parser.add_argument(
-        "--mesh", type=_sizes, default=(1,), metavar="8,4", help="devices of each axis"
-    )
-    parser.add_argument("--axes", metavar="dp,tp", help="names of the axes")
+    parser.add_argument("--mesh", type=_sizes, metavar="8,4",
+                        help="number of devices along each axis of the mesh (default: 1, a single device, "
+                        "or the mesh of --plan)")  # fmt: skip
+    parser.add_argument("--axes", metavar="dp,tp",
+                        help="a name for each axis of --mesh (default: the library's own)")  # fmt: skip
     parser.add_argument("--device-spec", default="H100", metavar="NAME",
-                        help="the device planned for: A100, H100 (the default), H200, B200, cpu")  # fmt: skip
+                        help=f"the device planned for: {', '.join(DEVICES)} (default: H100), or a TOML file "
+                        "with its memory_bytes, memory_bandwidth and flops by dtype")  # fmt: skip
     parser.add_argument("--parameter-memory", type=float, metavar="F",
-                        help="most parameter bytes of one device, as a fraction of all")  # fmt: skip
+                        help="at most this fraction of all parameter bytes on one device, above 0 and at "
+                        "most 1 (default: no limit but the device's memory)")  # fmt: skip
+    parser.add_argument("--plan", metavar="FILE",
+                        help="take the sharding plan that --save-plan wrote, in place of a search")  # fmt: skip
+    parser.add_argument("--save-plan", type=_new_file, metavar="FILE",
+                        help="write the sharding plan to FILE, for --plan and ShardingPlan.load")  # fmt: skip
     parser.add_argument("--compile", choices=("inductor", "eager"), default="inductor",
-                        help="whose operators the graph is made of")  # fmt: skip
+                        help="plan for graphs that Inductor compiles (the default), or that run operator "
+                        "by operator; nothing is compiled here")  # fmt: skip
     parser.add_argument("--meta", action="store_true",
-                        help="build the model on the meta device, without memory")  # fmt: skip
+                        help="build the model on the meta device, so that its weights take no memory")  # fmt: skip
     parser.add_argument("--config", metavar="FILE", action="append" if several else "store",
-                        help="settings of activation checkpointing from a TOML file; flags go first")  # fmt: skip
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+                        help="a TOML file with settings of activation checkpointing"
+                        + ("; may be repeated" if several else "; flags go before it"))  # fmt: skip
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -166,33 +212,60 @@ def _sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def _new_file(text: str) -> str:
+    """A path that can be written, held before any work is done."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder: give a file in it")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: there is no folder {path.parent}: make it first"
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r}: no permission to write it")
+    return text
+
+
 # commands
 
 
 def _plan(args: argparse.Namespace) -> int:
     ap, plan = _searched(args, _settings(args))
     print(plan_table(plan))
-    return _told(args, ap.ac_report)
+    return _told(args, _reported(args, ap, plan))
 
 
 def _report(args: argparse.Namespace) -> int:
-    ap, _ = _searched(args, _settings(args))
-    print(ap.ac_report)
-    return _told(args, ap.ac_report)
+    report = _reported(args, *_searched(args, _settings(args)))
+    print(report)
+    return _told(args, report)
 
 
 def _explain(args: argparse.Namespace) -> int:
-    ap, _ = _searched(args, _settings(args))
-    print("\n\n".join(str(ap.explain(asked)) for asked in args.asked))
+    report = _reported(args, *_searched(args, _settings(args)))
+    print("\n\n".join(str(report.explain(asked)) for asked in args.asked))
     return OK
+
+
+def _reported(args: argparse.Namespace, ap: AutoParallel, plan: ShardingPlan) -> ACReport:
+    """The report under the settings of this moment, its notes as warnings."""
+    try:
+        report = ap.preview(plan)
+    except UsageError as error:
+        if args.plan is None:
+            raise
+        raise UsageError(f"--plan {args.plan}: {error}") from error
+    for note in report.basis.plan.notes:
+        warnings.warn(note, UserWarning, stacklevel=1)
+    return report
 
 
 def _told(args: argparse.Namespace, report: ACReport) -> int:
     estimate = report.estimate()
-    print(estimate)
+    print(replace(estimate, notes=()))  # which are told above
     for path in (args.html, args.json):
         if path is not None:
-            print(f"wrote {report.save(path)}", file=sys.stderr)
+            _write(path, report.save)
     if estimate.fits:
         return OK
     print(
@@ -204,33 +277,31 @@ def _told(args: argparse.Namespace, report: ACReport) -> int:
     return UNFIT
 
 
+def _write(path: str, save: Callable[[str], object]) -> None:
+    try:
+        save(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error}") from error
+    print(f"wrote {path}", file=sys.stderr)
+
+
 def _compare(args: argparse.Namespace) -> int:
     configs = _compared(args)
-    ap, _ = _searched(args, next(iter(configs.values())))
+    ap, plan = _searched(args, next(iter(configs.values())))
     rows = []
     fits = False
     for name, config in configs.items():
+        words = WORDS.get(name, "from its file")
         try:
-            report = ap.configure_ac(config).preview()
-            for note in report.basis.plan.notes:
-                warnings.warn(note, UserWarning, stacklevel=1)
+            report = _reported(args, ap.configure_ac(config), plan)
         except InfeasibleError as error:
-            least = (
-                "" if error.smallest_bytes is None else f"least peak {size(error.smallest_bytes)}"
-            )
-            rows.append((name, least, "", "", "", "infeasible"))
+            rows.append(Compared(name, words, config, smallest_bytes=error.smallest_bytes))
             continue
         estimate = report.estimate()
         fits |= estimate.fits
-        rows.append(
-            (name, size(estimate.peak_bytes), size(report.kept_bytes), duration(report.recompute_s),
-             duration(estimate.step_s), "fits" if estimate.fits else "does not fit")
-        )  # fmt: skip
-    print(table_text(_COMPARE, rows, right=(1, 2, 3, 4)))
+        rows.append(Compared(name, words, config, estimate, report.kept_bytes))
+    print(compare_table(rows))
     return OK if fits else UNFIT
-
-
-_COMPARE = ("settings", "peak", "kept", "recomputation", "step", "device")
 
 
 def _compared(args: argparse.Namespace) -> dict[str, ACConfig]:
@@ -239,10 +310,8 @@ def _compared(args: argparse.Namespace) -> dict[str, ACConfig]:
     configs = {}
     for name in filter(None, args.names.split(",")):
         if name not in COMPARED:
-            near = difflib.get_close_matches(name, COMPARED, n=1)
             raise UsageError(
-                f"--with {name!r}: known are {', '.join(COMPARED)}"
-                + (f"; did you mean {near[0]}?" if near else "")
+                f"--with {name!r}: known are {', '.join(COMPARED)}{did_you_mean(name, COMPARED)}"
             )
         configs[name] = ACConfig.from_dict({**COMPARED[name], **state})
     for path in args.config or ():
@@ -264,70 +333,37 @@ def _settings(args: argparse.Namespace) -> ACConfig:
 
 
 def _searched(args: argparse.Namespace, config: ACConfig) -> tuple[AutoParallel, ShardingPlan]:
-    """The plan of the model that the target builds."""
-    model, input_fn, options = _built(args)
-    mesh = fake_mesh(args.mesh, args.axes.split(",") if args.axes else None)
-    placed = {name: options.pop(name, None) for name in ("inputs", "outputs")}
-    ap = AutoParallel(model, input_fn, mesh, **options)
-    ap.configure_ac(config).configure_compile(args.compile).configure_device(args.device_spec)
-    with ap.configure_progress(not args.quiet):
-        if placed["inputs"] is not None:
-            ap.add_input_constraints(placed["inputs"])
-        if placed["outputs"] is not None:
-            ap.add_output_constraints(placed["outputs"])
-        if args.parameter_memory is not None:
-            ap.add_parameter_memory_constraint(0.0, args.parameter_memory)
-        return ap, ap.optimize_placement()
-
-
-def _built(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
-    build = _function(args.target)
-    try:
-        with torch.device("meta") if args.meta else nullcontext():
-            made = build()
-    except Exception as error:
-        traceback.print_exc()
-        raise UsageError(f"{args.target} raised {type(error).__name__}, as told above") from error
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
+    """The plan of the model that the target builds: searched for, or of a file."""
+    device = find_device(args.device_spec)  # what words can be wrong in comes before the work
+    saved = None if args.plan is None else ShardingPlan.load(args.plan)
+    if saved is not None and args.parameter_memory is not None:
         raise UsageError(
-            f"{args.target} gave {type(made).__name__}: it is to give (model, input_fn), or "
-            "(model, input_fn, options)"
+            "--parameter-memory limits the search, and --plan leaves it out: drop one of them"
         )
-    options = dict(made[2]) if len(made) == 3 else {}
-    if unknown := sorted(options.keys() - set(_BUILT)):
-        raise UsageError(f"{args.target} gave options {unknown}: known are {', '.join(_BUILT)}")
-    return made[0], made[1], options
+    shape = args.mesh or (saved.mesh_shape if saved is not None else (1,))
+    names = args.axes.split(",") if args.axes else None
+    if names is not None and len(names) != len(shape):
+        raise UsageError(
+            f"--axes {args.axes}: give each axis a name; the mesh has {len(shape)} of them"
+        )
+    if saved is not None and names is None and shape == saved.mesh_shape:
+        names = list(saved.axis_names)
+    model, input_fn, options = built(args.target, args.meta)
+    placed = {name: options.pop(name, None) for name in ("inputs", "outputs")}
+    ap = AutoParallel(model, input_fn, fake_mesh(shape, names), **options)
+    ap.configure_ac(config).configure_compile(args.compile).configure_device(device)
+    with ap.configure_progress(not args.quiet):
+        plan = saved if saved is not None else _search(ap, placed, args.parameter_memory)
+    if args.save_plan is not None:
+        _write(args.save_plan, plan.save)
+    return ap, plan
 
 
-def _function(target: str) -> Callable[[], Any]:
-    where, colon, name = target.rpartition(":")
-    if not colon:
-        raise UsageError(f"{target!r}: name the function behind a colon, such as model.py:build")
-    path = Path(where)
-    try:
-        if path.suffix == ".py":
-            module = _from_file(path)
-        else:
-            sys.path.insert(0, str(Path.cwd()))
-            module = importlib.import_module(where)
-    except Exception as error:
-        traceback.print_exc()
-        raise UsageError(f"{where} cannot be imported: {error}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        near = difflib.get_close_matches(name, [n for n in vars(module) if n[0] != "_"], n=1)
-        told = f"; nearest is {near[0]}" if near else ""
-        raise UsageError(f"{where} has no function {name!r}{told}")
-    return found
-
-
-def _from_file(path: Path) -> Any:
-    if not path.is_file():
-        raise UsageError(f"there is no file {path}")
-    sys.path.insert(0, str(path.resolve().parent))  # as when Python runs the file
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, "the ending is .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle look their module up by name
-    spec.loader.exec_module(module)
-    return module
+def _search(ap: AutoParallel, placed: Mapping[str, Any], memory: float | None) -> ShardingPlan:
+    if placed["inputs"] is not None:
+        ap.add_input_constraints(placed["inputs"])
+    if placed["outputs"] is not None:
+        ap.add_output_constraints(placed["outputs"])
+    if memory is not None:
+        ap.add_parameter_memory_constraint(0.0, memory)
+    return ap.optimize_placement()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import operator
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from .errors import ConfigError, HintError
+from .near import did_you_mean, read_toml
 from .policies import Rule, Selector, conflicts, parse_rules, parse_selectors, rule_conflicts
 
 _UNITS = {"B": 1}
@@ -44,12 +43,18 @@ def parse_bytes(
     Raises:
         ConfigError: not a size; a bool, a float, zero, negative, infinite or misspelt.
     """
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    letter = match[2].upper().removesuffix("I") if match else ""
+    near = (
+        f' (did you mean "{match[1]} {letter}iB" or "{match[1]} {letter}B"?)'
+        if match and f"{letter}IB" in _UNITS and letter
+        else ""
+    )
     allowed = (
-        f"{name}={value!r} is not a size: allowed are a positive int of bytes, or a number and a "
+        f"{name}={value!r} is not a size{near}: allowed are a positive int of bytes, or a number and a "
         f'unit such as "512 MiB" or "1.5 GB" (B, KB to EB, KiB to EiB); say {name}={off} for off'
     )
     if isinstance(value, str):
-        match = _SIZE.fullmatch(value)
         unit = _UNITS.get(match[2].upper()) if match else None
         if match is None or unit is None:
             raise ConfigError(allowed)
@@ -104,21 +109,23 @@ class ACConfig:
     """Settings of activation checkpointing.
 
     Attributes:
-        enable: False turns hints, rules and the automatic part off. Tags made by
-            `torch.utils.checkpoint` stay, and parameter gathers are recomputed all the same.
-        stage_size: most bytes that the recomputed values of a stage sum to: an int, text with a
-            unit, ``"auto"`` (the size with the lowest predicted peak), or None for no automatic
-            part.
-        memory_budget: the most that the predicted peak may be, with least recomputation: an int of
-            bytes, text with a unit, a float above 0 and at most 1 (of the peak with nothing
-            recomputed but gathers of parameters), ``"device"`` (nine tenths of the described
-            device's memory), or None. Bytes are rounded down. It replaces stages.
-        optimizer: ``"adamw"``, ``"adam"``, ``"adagrad"``, ``"sgd_momentum"`` or ``"sgd"``: its state, of
-            the dtype of the parameter shards, counts in the predicted peak; None counts no state.
-        save: selectors of operators whose results are kept, everywhere in the model.
+        enable: True (the default), or False, which turns hints, rules and the automatic part off. Tags
+            made by `torch.utils.checkpoint` stay, and parameter gathers are recomputed all the same.
+        stage_size: most bytes that the recomputed values of a stage sum to: ``"auto"`` (the default: the
+            size with the lowest predicted peak), text with a unit (``"512 MiB"``), an int of bytes, or
+            None for no automatic part.
+        memory_budget: the most that the predicted peak may be, with least recomputation: text with a
+            unit (``"40 GiB"``), an int of bytes, a float above 0 and at most 1 (of the peak with nothing
+            recomputed but gathers of parameters), ``"device"`` (nine tenths of the described device's
+            memory), or None (the default) for no budget. Bytes are rounded down. It replaces stages.
+        save: selectors of operators whose results are kept, everywhere in the model; one, or several:
+            ``aten.mm``, ``"aten.mm"``, ``MATMUL``, ``every(2, aten.mm)``, a name of `checkpoint_name`.
         recompute: selectors of operators whose results are recomputed in backward.
         rules: `Rule` values or their text, ``"layers.*.attention::aten.mm=save"``; of those that match
             a value the first holds, and each goes before `save` and `recompute`.
+        optimizer: ``"adamw"``, ``"adam"``, ``"adagrad"``, ``"sgd_momentum"`` or ``"sgd"``: its state, of
+            the dtype of the parameter shards, counts in the predicted peak; None (the default) counts
+            no state.
 
     Raises:
         ConfigError: a value is out of range, misspelt, or contradicts another.
@@ -147,7 +154,7 @@ class ACConfig:
         ):
             raise ConfigError(
                 f"optimizer={self.optimizer!r}: allowed are {', '.join(OPTIMIZER_COPIES)}; None counts "
-                "no optimizer state"
+                f"no optimizer state{did_you_mean(self.optimizer, OPTIMIZER_COPIES)}"
             )
         object.__setattr__(self, "budget", parse_budget(self.memory_budget))
         auto = isinstance(self.stage_size, str) and self.stage_size == "auto"
@@ -228,12 +235,9 @@ class ACConfig:
             ConfigError: the file cannot be read, a name is unknown, or a value is out of range; the
                 message begins with the path.
         """
+        settings = read_toml(path)
         try:
-            with open(path, "rb") as file:
-                settings = tomllib.load(file)
             return cls.from_dict(settings)
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 
@@ -344,11 +348,9 @@ def check_names(settings: Mapping[str, Any]) -> None:
     known = setting_names()
     for name in settings:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(
                 f"no setting of activation checkpointing is called {name!r}"
-                + (f"; did you mean {near[0]}?" if near else "")
-                + f" Settings are {', '.join(known)}"
+                f"{did_you_mean(name, known) or '.'} Settings are {', '.join(known)}"
             )
 
 
@@ -362,6 +364,7 @@ class CompileConfig:
         if self.backend not in ("eager", "inductor"):
             raise ConfigError(
                 f'backend={self.backend!r}: allowed are "eager" (no compiler) and "inductor"'
+                f"{did_you_mean(self.backend, ('eager', 'inductor'))}"
             )
 
 
@@ -373,8 +376,8 @@ class CommConfig:
         all_gather_bucket: the gathers of one block's parameters that share a collective hold at most
             this many bytes, on one device after the gather; None for a collective each.
         reduce_scatter_bucket: the same of gradients, before the reduce-scatter.
-        prefetch: start gathers before they are used, `all_gather_bucket` bytes at most on their way,
-            and wait for reduce-scatters later.
+        prefetch: start gathers before they are used, `all_gather_bucket` gathered bytes at most on their
+            way, and wait for sums of gradients later.
     """
 
     all_gather_bucket: str | int | None = "1 MiB"

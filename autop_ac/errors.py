@@ -46,7 +46,10 @@ class PartitionError(AutopACError):
 
 
 class PlanFileError(AutopACError, ValueError):
-    """A file holds no complete plan of a version that is read here."""
+    """A file holds no complete plan of a version that is read here.
+
+    One that is not there is a `FileNotFoundError` as well.
+    """
 
 
 class UsageError(AutopACError, RuntimeError):

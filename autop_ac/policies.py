@@ -3,7 +3,8 @@
 The text form is ``MODULE::SELECTOR=ACTION``, where either of module and selector may be left out::
 
     layers.*.attention::aten.mm=save      matmuls below the attention of each layer
-    layers.*=recompute                    all of each layer
+    layers.*=recompute                    all of each layer, and what enters it is not kept either
+    layers.*=checkpoint                   keep what enters each layer, recompute the rest of it
     ::MATMUL/2=save                       every second matmul, everywhere
     ::query=prefer_save                   values that checkpoint_name names "query", as a preference
 
@@ -59,7 +60,7 @@ __all__ = [
     "short_name",
 ]
 
-_ACTIONS = ("save", "recompute")
+_ACTIONS = ("save", "recompute", "checkpoint")
 _PREFER = "prefer_"
 _PART = re.compile(r"\*\*|(?:[\w\-?]|\*(?!\*)|\[!?[\w\-]+\])+")
 
@@ -74,7 +75,9 @@ class Rule:
             A module that it matches is meant with everything below it: ``layers.*`` covers
             ``layers.0`` and ``layers.0.attention.query``. ``""`` is the whole model.
         op: a selector of operators or of a name; None is every operator.
-        action: ``"save"`` or ``"recompute"``.
+        action: ``"save"``, ``"recompute"``, or, of modules without `op`, ``"checkpoint"``: what enters each
+            module that the glob matches is kept and all in it is recomputed, as `torch.utils.checkpoint`
+            around it does.
         prefer: a preference, which the automatic part may go against where its limit demands it.
 
     Raises:
@@ -83,7 +86,7 @@ class Rule:
 
     module: str = ""
     op: Any = None
-    action: Literal["save", "recompute"] | str = ""
+    action: Literal["save", "recompute", "checkpoint"] | str = ""
     prefer: bool = False
 
     def __post_init__(self) -> None:
@@ -94,13 +97,19 @@ class Rule:
             )
         if self.action not in _ACTIONS:
             raise ConfigError(
-                f'Rule: action={self.action!r}; allowed are "save" and "recompute" (in text also '
-                '"prefer_save" and "prefer_recompute")'
+                f'Rule: action={self.action!r}; allowed are "save", "recompute" and "checkpoint" (in text '
+                'also "prefer_save", "prefer_recompute" and "prefer_checkpoint")'
             )
         if not isinstance(self.prefer, bool):
             raise ConfigError(f"Rule: prefer={self.prefer!r}; allowed are True and False")
         if self.op is not None:
             object.__setattr__(self, "op", parse_selector(self.op))
+        if self.op is not None and self.action == "checkpoint":
+            raise ConfigError(
+                f"Rule: a checkpoint is around a module, and {self.op} are operators in it: write "
+                f'"{self.module or "layers.*"}::{self.op}=save" before "{self.module or "layers.*"}=checkpoint" '
+                "to keep them too"
+            )
         if self.op is None and not self.module:
             raise ConfigError(
                 f'Rule: neither module nor operator is given; "**={self.action}" is everything'
@@ -126,6 +135,13 @@ class Rule:
     def covers(self, module: str) -> bool:
         """Whether it speaks of what is computed in a module."""
         return module_matches(self.module, module)
+
+    def instance(self, module: str) -> str | None:
+        """The module meant, by its path: the outermost that is matched, itself or around `module`."""
+        parts = module.split(".") if module else []
+        paths = [".".join(parts[:i]) for i in range(len(parts) + 1)]
+        whole = _pattern(self.module).fullmatch
+        return next((p for p in paths if whole(f"{p}." if p else "")), None)
 
     def __str__(self) -> str:
         op = "" if self.op is None else f"::{self.op}"

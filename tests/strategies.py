@@ -105,6 +105,7 @@ def facts(draw, max_forward: int = 14, max_backward: int = 14) -> Facts:
                 collective=name, reads_mutated=reads,
             )  # fmt: skip
             waited = build.alias("_c10d_functional.wait_tensor.default", side, made)
+            build.values[waited] = _with(build.values[waited], holds=tuple(inputs[:1]))
             pool.append(waited)
             return waited
         made = build.add(

@@ -1,10 +1,12 @@
 import contextlib
 import threading
+import warnings
 
 import pytest
 import torch
 from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch.utils.checkpoint import checkpoint
 
 from autop_ac import annotate
 from autop_ac.annotate import REGION_PREFIX, ac_region, capturing, checkpoint_name
@@ -529,3 +531,40 @@ def test_p14_captures_in_threads_do_not_meet():
     for i in range(3):
         label = f"t{i}"
         assert found[label] == [({"t": [label], "mm": [label], "sin": []}, {"mm": (label,)})] * 3
+
+
+class Empty(Module):
+    def forward(self, x):
+        with ac_region():
+            pass
+        with ac_region("shape", save=MATMUL):
+            size = x.shape[0]
+        with ac_region("name"):
+            x = checkpoint_name(x, "x")
+        for layer in (None, self.a):
+            with ac_region("sometimes empty"):
+                if layer is not None:
+                    x = layer(x)
+        with ac_region("outer"), ac_region("inner"):
+            x = x.sin()
+        with ac_region("checkpointed"):
+            x = checkpoint(torch.sin, x, use_reentrant=False)
+        return self.nothing(x) * size
+
+    @ac_region("decorated")
+    def nothing(self, x):
+        return x
+
+
+def test_a_region_that_holds_no_operation_is_told_of_by_its_line():
+    made = request(Empty(), lambda: torch.randn(2, 4))
+    with pytest.warns(UserWarning, match="holds no operation") as told:
+        capture(made)
+    line = Empty.forward.__code__.co_firstlineno + 1
+    said = [str(w.message) for w in told]
+    assert len(said) == 4 and f"ac_region at {__file__}:{line} holds" in said[0]
+    for name, message in zip(("shape", "name", "decorated"), said[1:], strict=True):
+        assert f'ac_region "{name}" at' in message
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture(made, [False] * 3)  # of another mode nothing is told

@@ -1,5 +1,7 @@
 """Bad use is refused with an error of ours before anything runs, and leaves torch as it was."""
 
+import pickle
+
 import pytest
 import torch
 from torch.distributed.tensor import Shard
@@ -154,6 +156,14 @@ def test_a_budget_is_held_or_refused_and_the_curve_says_what_can_be_reached():
         ap.apply_placement(plan)
     without = ap.ac_report
     curve = ap.pareto()
+    assert isinstance(curve, autop_ac.ParetoCurve)
+    rows = [line for line in str(curve).splitlines() if "memory_budget=" in line]
+    settings = [row.split("|")[1].split(",")[0].strip() for row in rows]
+    assert settings == [f"memory_budget={p.peak_bytes}" for p in curve]
+    assert max(map(len, str(curve).splitlines())) <= 80
+    assert repr(curve) == str(curve) == str(pickle.loads(pickle.dumps(curve)))
+    assert 'or "device"' in rows[-1] and "saved=" not in repr(curve[0])
+    assert curve._repr_html_().count("<tr>") == 1 + len(curve)
     peaks, times = zip(*((p.peak_bytes, p.recompute_time_s) for p in curve), strict=True)
     assert len(curve) > 2
     assert list(peaks) == sorted(set(peaks))

@@ -16,7 +16,7 @@ import autop_ac.build
 from autop_ac import AutoParallel, ConfigError, fake_mesh, launch, measure_memory
 from autop_ac.capture.names import block_of_path
 from autop_ac.config import CommConfig
-from autop_ac.graph.ahead import issue_ahead, wait_late
+from autop_ac.graph.ahead import bytes_ahead, bytes_late, issue_ahead, wait_late
 from autop_ac.graph.facts import Facts
 from autop_ac.graph.liveness import backward_order, forward_order, profile
 from tests import strategies
@@ -213,7 +213,7 @@ def facts_with_parameters(draw):
     values = tuple(
         replace(v, parameter="weight")
         if (v.collective.startswith("all_gather") and v.side == "forward")
-        or (v.collective.startswith("reduce_scatter") and v.side == "backward")
+        or (v.collective.startswith(("reduce_scatter", "all_reduce")) and v.side == "backward")
         else v
         for v in drawn.values
     )
@@ -233,8 +233,11 @@ def test_orders_stay_valid_and_bytes_ahead_within_the_bound(drawn, random):
             for i in order:
                 assert all(place.get(source, -1) < place[i] for source in facts.values[i].inputs)
     here = replace(facts, prefetch_bytes=limit)
-    first = max(profile(facts, saved).forward, default=0)
-    assert max(profile(here, saved).forward, default=0) <= first + limit
+    plain, moved = profile(facts, saved), profile(here, saved)
+    first, ahead = max(plain.forward, default=0), bytes_ahead(here)
+    assert max(moved.forward, default=0) <= first + ahead
+    later = max(plain.backward, default=0) + ahead + bytes_late(here)
+    assert max(moved.backward, default=0) <= later
 
 
 @pytest.mark.parametrize(
@@ -294,6 +297,54 @@ def test_no_more_bytes_are_on_their_way_than_the_bound(limit, most):
             on_their_way.discard(facts.values[i].inputs[0])
     # the one that is waited for now was issued ahead too, until it is in use
     assert highest == most
+
+
+def held_by_collectives():
+    """By kind, half MiB alive after the start of a collective whose input of two nobody else holds."""
+    group, ops = torch.distributed.group.WORLD.group_name, torch.ops._c10d_functional
+    kinds = {
+        "scatter": lambda x: ops.reduce_scatter_tensor(x, "sum", 2, group),
+        "scatters": lambda x: ops.reduce_scatter_tensor_coalesced([x], "sum", 2, group)[0],
+        "gather": lambda x: ops.all_gather_into_tensor(x, 2, group),
+        "gathers": lambda x: ops.all_gather_into_tensor_coalesced([x], 2, group)[0],
+    }
+    found = {}
+    for kind, start in kinds.items():
+        with measure_memory() as measured:
+            given = torch.ones(2**18)
+            made = start(given)
+            del given
+            torch.distributed.barrier()  # both are done: no scratch memory of gloo is left
+            measured.mark("started")
+            ops.wait_tensor(made)
+        found[kind] = measured.marks["started"] // 2**19
+    return found
+
+
+def test_what_a_collective_reads_is_alive_until_its_wait_and_counted_so():
+    both = {"scatter": 2 + 1, "scatters": 2 + 1, "gather": 2 + 4, "gathers": 2 + 4}
+    assert all(found == both for found in launch(held_by_collectives, 2))
+    build = strategies._Builder()
+    weights = [build.add("placeholder", "input", nbytes=1, role="parameter") for _ in range(3)]
+    at = build.add("placeholder", "input", nbytes=1, role="tangent")
+    gradients = []
+    for weight in weights:
+        at = build.add("aten.mm.default", "backward", (at, weight), 10)
+        scatter = build.add(
+            "_c10d_functional.reduce_scatter_tensor.default", "backward", (at,), 4,
+            collective="reduce_scatter_tensor", parameter="weight",
+        )  # fmt: skip
+        wait = build.alias("_c10d_functional.wait_tensor.default", "backward", scatter)
+        build.values[wait] = replace(build.values[wait], holds=(at,))
+        gradients.append(wait)
+    facts = Facts(tuple(build.values), (), tuple(gradients), tuple(build.storage_bytes))
+    # at the second scatter: its gradient, and where it is late that of the first one too
+    plain = profile(facts, ()).backward
+    late = profile(replace(facts, prefetch_bytes=1), ()).backward
+    static = 4  # weights and the tangent, which is read no more
+    assert max(plain) == static - 1 + 2 * 4 + 20
+    assert max(late) == static - 1 + 3 * 4 + 20
+    assert plain != late
 
 
 def uneven_weights(kept, width):

@@ -44,6 +44,14 @@ def test_what_is_no_size_is_refused_with_value_range_and_off(bad):
     assert isinstance(error.value, ValueError)
 
 
+@pytest.mark.parametrize("unit", ["G", "g", "Gi"])
+def test_a_unit_without_its_byte_is_told_of(unit):
+    for name in ("stage_size", "memory_budget"):
+        near = f'{name}=\'40{unit}\'.*did you mean "40 GiB" or "40 GB"'
+        with pytest.raises(ConfigError, match=near):
+            ACConfig(**{name: f"40{unit}"})
+
+
 @given(st.integers(1, 10**6), st.sampled_from(["KB", "MiB", "GB", "TiB", "PB", "EiB"]))
 def test_a_decimal_point_never_rounds_down(thousandths, unit):
     size = parse_bytes(f"{thousandths / 1000:.3f} {unit}")
@@ -105,6 +113,9 @@ def test_optimizers_are_known_by_name():
     assert ACConfig(optimizer="adamw").optimizer == "adamw"
     with pytest.raises(ConfigError, match="optimizer='Adam'.*adamw.*None counts"):
         ACConfig(optimizer="Adam")
+    for wrong, near in (("adamv", "adam"), ("AdamW", "adamw"), ("SGD", "sgd")):
+        with pytest.raises(ConfigError, match=f"did you mean {near}"):
+            ACConfig(optimizer=wrong)
 
 
 @pytest.mark.parametrize("bad", [1, 0, "yes", None])
@@ -158,3 +169,5 @@ def test_compile_config():
     assert CompileConfig("eager").backend == "eager"
     with pytest.raises(ConfigError, match="backend='tvm'.*eager.*inductor"):
         CompileConfig("tvm")
+    with pytest.raises(ConfigError, match=r"did you mean inductor\?"):
+        CompileConfig("indutcor")

@@ -118,9 +118,16 @@ def test_what_is_wrong_in_a_file_is_told_with_its_path(tmp_path, text, message):
     assert str(caught.value).startswith(f"{path}: ")
 
 
-def test_a_file_that_is_not_there_is_told():
-    with pytest.raises(ConfigError, match="nowhere.toml: cannot be read"):
+def test_a_file_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere.toml: there is no such file"):
         ACConfig.from_toml("nowhere.toml")
+    with pytest.raises(ConfigError, match="no/ac.toml: there is no such file, and no folder no"):
+        ACConfig.from_toml("no/ac.toml")
+    (tmp_path / "ac.toml").write_text("stage_size = ")
+    with pytest.raises(ConfigError, match="did you mean .*/ac.toml"):
+        ACConfig.from_toml(tmp_path / "ax.toml")
+    with pytest.raises(ConfigError, match="ac.toml: cannot be read as TOML"):
+        ACConfig.from_toml(tmp_path / "ac.toml")
 
 
 def test_words_of_a_command_line_are_read_as_numbers_where_they_are():

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils import _pytree as pytree
 
@@ -35,11 +36,11 @@ def partitions(monkeypatch):
     return seen
 
 
-def apply(model, shape, ac, backend="eager", bucket="1 MiB", **options):
+def apply(model, shape, ac, backend="eager", bucket="1 MiB", batch_size=8, **options):
     mesh = fake_mesh(shape)
     batch = (Shard(0), *[Replicate()] * (len(shape) - 1))
     ap = AutoParallel(
-        model, lambda: torch.randint(64, (8, CONFIG.context)), mesh, **options
+        model, lambda: torch.randint(64, (batch_size, CONFIG.context)), mesh, **options
     ).configure_ac(**ac)
     ap.configure_compile(backend).configure_comm(
         all_gather_bucket=bucket, reduce_scatter_bucket=bucket
@@ -115,6 +116,90 @@ def test_backward_gathers_a_parameter_that_it_reads_once_and_keeps_no_gathered_w
     for node in backward.graph.nodes:
         if "all_gather" in str(node.target) and node.meta["custom"]["autop_ac"]["parameter"]:
             assert read_by(backward, node), node
+
+
+def block_of(name):
+    return int(name.split(".")[1]) if name.startswith("blocks.") else None
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_a_gradient_is_reduced_before_backward_leaves_the_next_block(
+    partitions, shape, param_dtype, backend
+):
+    """At the end of backward all gradients would be held whole, on each device."""
+    policy = param_dtype and MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32)
+    with torch.device("meta"):  # so large that it is not cheaper to move activations
+        model = GPT(dataclasses.replace(CONFIG, dim=512, layers=4))
+    apply(model, shape, {"stage_size": None}, backend, batch_size=512, mp_policy=policy)
+    ((_, backward),) = partitions
+    reduced, below = set(), []
+    for node in backward.graph.nodes:
+        note = node.meta.get("custom", {}).get("autop_ac")
+        if note is None or node.op != "call_function":
+            continue
+        if "reduce_scatter" in str(node.target) and note["parameter"]:
+            blocks = {block_of(name) for name in note["parameter"].split(", ")} - {None}
+            assert all(b <= below[-1] + 1 for b in blocks), node
+            reduced |= blocks
+        elif (
+            node.target in (aten.mm.default, aten.addmm.default)
+            and block_of(note["module"]) is not None
+        ):
+            below.append(block_of(note["module"]))
+    assert reduced == set(range(4))
+
+
+def test_gradients_of_norms_and_biases_are_summed_and_no_activation_is_moved_for_them(partitions):
+    """Also where they are summed in another dtype than they are computed in."""
+    config = GPTConfig(vocab_size=512, dim=512, heads=4, layers=2, context=256)
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    with torch.device("meta"):
+        model = GPT(config)
+    numel = {name: p.numel() for name, p in model.named_parameters()}
+    reduced = Counter()
+    ap = AutoParallel(model, lambda: torch.randint(64, (512, 256)), fake_mesh((8,)), policy)
+    with ap.configure_compile("eager").configure_device("H100"):
+        ap.add_parameter_memory_constraint(0.0, 1 / 8)
+        ap.apply_placement(ap.optimize_placement())
+    ((_, backward),) = partitions
+    for node in backward.graph.nodes:
+        if str(node.target).startswith("_c10d") and "wait" not in str(node.target):
+            values = pytree.tree_leaves(node.meta["val"])
+            assert max(t.numel() for t in values) <= max(numel.values()), node
+            note = node.meta["custom"]["autop_ac"]
+            if "reduce" in str(node.target) and note["parameter"]:
+                assert {t.dtype for t in values} == {torch.float32}
+                reduced.update(note["parameter"].split(", "))
+    # the weight of the head is that of the embedding: one sum of both gradients
+    assert reduced == Counter(numel.keys() - {"positions.weight"})
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(2048))
+        self.linear = torch.nn.Linear(2048, 2048, bias=False)
+
+    def forward(self, x):
+        return self.linear(torch.tanh(x) * self.scale)
+
+
+def test_no_activation_is_exchanged_for_the_gradient_of_a_scale(partitions):
+    """It is summed over the batch; an exchange would not be hidden as what follows the sum is."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    with torch.device("meta"):
+        model = Scaled()
+    ap = AutoParallel(model, lambda: torch.zeros(512, 256, 2048), fake_mesh((8,)), policy)
+    with ap.configure_compile("eager").configure_device("H100"):
+        ap.add_parameter_memory_constraint(0.0, 1 / 8)
+        ap.apply_placement(ap.optimize_placement())
+    ((_, backward),) = partitions
+    for node in backward.graph.nodes:
+        if str(node.target).startswith("_c10d"):
+            values = pytree.tree_leaves(node.meta["val"])
+            assert max(t.numel() for t in values) <= 2048 * 2048, node
 
 
 class Reshaped(torch.nn.Module):
@@ -245,8 +330,6 @@ def test_a_meta_model_is_initialised_as_on_one_device():
 
 
 def test_mixed_precision_computes_in_the_policys_dtype(partitions):
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     parallel, _ = apply(GPT(CONFIG), (2,), {}, mp_policy=policy)
     assert {p.dtype for p in parallel.parameters()} == {torch.float32}

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from autop_ac import AutoParallel, fake_mesh
 from autop_ac.annotate import RegionSpec, ac_region, checkpoint_name
 from autop_ac.capture.joint import Port
 from autop_ac.capture.marks import take_marks
@@ -874,3 +875,21 @@ def test_rules_by_the_captured_operator():
         "ACConfig: recompute=aten.bmm matches none of the 4 operators of the model; "
         "MATMUL covers mm, addmm",
     )
+
+
+@pytest.mark.parametrize("action", ["save", "recompute"])
+def test_a_batch_norm_is_selected_by_its_name_though_it_is_made_of_other_operators(action):
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 8)
+    )
+    ap = AutoParallel(model, lambda: torch.randn(16, 8), fake_mesh(2)).configure_compile("eager")
+    with ap.configure_ac(stage_size=None, rules=[f"::aten.batch_norm={action}"]):
+        ap.optimize_placement()
+    report = ap.preview()
+    assert report.basis.plan.notes == ()
+    values, decisions = report.basis.facts.values, report.basis.plan.decisions.values()
+    told = [d for d in decisions if "aten.batch_norm" in d.reason]
+    assert len(told) > 10 and {d.origin for d in told} == {Origin.RULE}
+    # of no module is what is gathered of its result
+    assert {"1"} <= {values[d.value].module for d in told} <= {"1", ""}
+    assert {d.action for d in told} == {action}

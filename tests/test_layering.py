@@ -11,9 +11,30 @@ PACKAGE = Path(autop_ac.__file__).parent
 # graph before sharding, whose costs come from graph/cost.py and graph/devices.py
 ORDER = ("capture", "graph", "sharding", "recompute", "lowering", "runtime", "report")
 # these import from no stage, and every stage may import from them
-COMMON = ("config", "errors", "selectors", "policies", "annotate", "placements")
+COMMON = (
+    "config",
+    "documented",
+    "errors",
+    "folding",
+    "near",
+    "selectors",
+    "policies",
+    "annotate",
+    "placements",
+)
 # what ties all stages together
-TOP = ("__init__", "__main__", "agree", "api", "backend", "build", "cli", "progress")
+TOP = (
+    "__init__",
+    "__main__",
+    "agree",
+    "api",
+    "backend",
+    "build",
+    "cli",
+    "constrain",
+    "progress",
+    "target",
+)
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

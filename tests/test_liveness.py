@@ -13,10 +13,15 @@ from tests.strategies import facts_with_actions
 from tests.test_partition import compiled, facts_of, make_plan
 
 
+def reads(value):
+    """What is alive while a value is computed."""
+    return (*value.inputs, *value.holds)
+
+
 def recount(facts, given_values, steps, results):
     """Quadratic: after each step, drop what no later step and no result reads; sum storages."""
     always = [v for v in facts.values if v.side == "input" and v.role != "tangent"]
-    read_somewhere = {i for s in steps for i in facts.values[s].inputs} | set(results)
+    read_somewhere = {i for s in steps for i in reads(facts.values[s])} | set(results)
     held = set(given_values)
     bytes_at = []
     for at, step in enumerate(steps):
@@ -24,7 +29,7 @@ def recount(facts, given_values, steps, results):
         storages = {s for i in held for s in facts.values[i].storages}
         storages |= {s for v in always for s in v.storages}
         bytes_at.append(sum(facts.storage_bytes[s] for s in storages))
-        later = {i for s in steps[at + 1 :] for i in facts.values[s].inputs} | set(results)
+        later = {i for s in steps[at + 1 :] for i in reads(facts.values[s])} | set(results)
         held = {i for i in held if i in later or i not in read_somewhere}
     return tuple(bytes_at)
 

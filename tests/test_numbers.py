@@ -205,6 +205,15 @@ def test_sizes_and_numbers_that_depend_on_values_are_refused_by_line(model):
         built(model(), lambda: torch.randn(4, 8))
 
 
+class Collector:
+    """What a library holds for the time of a call, as Hugging Face's of hidden states."""
+
+    value, on = None, False
+
+
+COLLECTOR, OPEN = Collector(), []
+
+
 class Assigns(nn.Module):
     def __init__(self, what):
         super().__init__()
@@ -219,6 +228,16 @@ class Assigns(nn.Module):
             self.calls += 1
         elif self.what == "list":
             self.seen.append(1)
+        elif self.what == "flag left on":
+            COLLECTOR.on = True
+        elif self.what == "tensor left":
+            COLLECTOR.value = x
+        elif self.what == "put back":
+            COLLECTOR.on, COLLECTOR.value = True, x
+            OPEN.append(1)
+            x = x * len(OPEN) if COLLECTOR.on else x
+            OPEN.pop()
+            COLLECTOR.on, COLLECTOR.value = False, None
         else:
             self.mean.mul_(0.9).add_(x.mean(0))
         local = [1]
@@ -231,10 +250,23 @@ def test_a_buffer_that_is_assigned_is_refused_with_the_remedy():
         built(Assigns("buffer"), lambda: torch.randn(4, 8))
 
 
-@pytest.mark.parametrize(("what", "name"), [("number", "calls"), ("list", "seen")])
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("number", "calls"),
+        ("list", "seen"),
+        ("flag left on", "COLLECTOR.on"),
+        ("tensor left", "COLLECTOR.value"),
+    ],
+)
 def test_state_in_python_is_told_to_stay_behind(what, name):
     with pytest.warns(UserWarning, match=f"what forward does to {name} in Python is done while"):
         built(Assigns(what), lambda: torch.randn(4, 8))
+
+
+def test_state_that_is_put_back_is_told_of_to_nobody():
+    model, x = Assigns("put back"), torch.randn(4, 8)
+    torch.testing.assert_close(built(model, lambda: torch.randn(4, 8))(x), model(x))
 
 
 def test_a_buffer_changed_in_place_is_as_the_models():

@@ -1,5 +1,6 @@
 """The page holds all numbers and fetches nothing; in a browser it draws them and answers to clicks."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -99,7 +100,8 @@ def test_the_ending_says_the_form(tmp_path):
     assert plain["timeline"]["live_bytes"] == list(made.timeline().live)
     assert plain["estimate"]["holdings"][0]["holder"] == made.estimate().holdings[0].holder
     text = made.save(tmp_path / "r.txt").read_text()
-    assert str(made) in text and str(made.estimate()) in text
+    without = dataclasses.replace(made.estimate(), notes=())
+    assert str(made) in text and str(without) in text and text.count("note:") == len(made.notes)
     with pytest.raises(ConfigError, match="r.pdf.*give .html, .json or .txt"):
         made.save(tmp_path / "r.pdf")
 
@@ -142,6 +144,8 @@ document.title = JSON.stringify({
   cells: document.querySelectorAll(".cell").length,
   wide: document.documentElement.scrollWidth > window.innerWidth,
   errors: window.failed || null,
+  scale: ["#memory svg", "#pareto svg"].map((css) => find(css).getBoundingClientRect().width / find(css).viewBox.baseVal.width),
+  reasons: find("#modules td.why:not(:empty)").getBoundingClientRect().right <= window.innerWidth,
 });
 </script>
 """
@@ -175,4 +179,6 @@ def test_in_a_browser_it_draws_and_answers(tmp_path, width):
     assert seen["tip"] == "block" and "layers." in seen["tipText"]
     assert seen["before"] > seen["folded"] == 1
     assert (seen["cells"], seen["colours"]) == (8, 8), "the last row is sharded on both axes"
+    assert all(0.95 <= scale <= 1.05 for scale in seen["scale"]), "letters keep their size"
+    assert seen["reasons"] and "optimizer state not counted" in page
     assert not seen["wide"], "nothing sticks out to the side"

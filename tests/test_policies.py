@@ -233,6 +233,8 @@ def test_nearest_to_a_name(name, ops, names, message):
     [
         ("layers.*.attention::aten.mm=save", Rule("layers.*.attention", aten.mm, "save")),
         ("layers.*=recompute", Rule("layers.*", action="recompute")),
+        ("layers.*=checkpoint", Rule("layers.*", action="checkpoint")),
+        ("a=prefer_checkpoint", Rule("a", action="checkpoint", prefer=True)),
         ("::MATMUL/2=save", Rule(op=every(2, MATMUL), action="save")),
         (" layers.[0-3] :: query = prefer_save ", Rule("layers.[0-3]", "query", "save", True)),
         ("**::aten::mm=prefer_recompute", Rule("**", "aten.mm", "recompute", prefer=True)),
@@ -273,8 +275,9 @@ def test_a_rule_is_read_back_from_its_text(rule):
     ("text", "message"),
     [
         ("layers.*", "rule 'layers.*' has no action: write \"MODULE::OPERATOR=save\""),
-        ("layers.*=keep", 'action=\'keep\'; allowed are "save" and "recompute"'),
+        ("layers.*=keep", 'action=\'keep\'; allowed are "save", "recompute" and "checkpoint"'),
         ("layers.*=prefer_keep", "action='keep'; allowed"),
+        ("a::MATMUL=checkpoint", 'write "a::MATMUL=save" before "a=checkpoint"'),
         ("=save", 'neither module nor operator is given; "**=save" is everything'),
         ("layers::=save", 'has no operator behind "::"'),
         ("aten.mm=save", 'is an operator: write "::aten.mm=save"'),
@@ -306,6 +309,20 @@ def test_a_bad_rule_object(fields, message):
         Rule(**fields)
     with pytest.raises(ConfigError, match="3 .int. is no rule: give a Rule, or text"):
         parse_rule(3)
+
+
+@pytest.mark.parametrize(
+    ("glob", "path", "instance"),
+    [
+        ("layers.*", "layers.0.mlp.up", "layers.0"),
+        ("layers.*", "layers", None),
+        ("**.mlp", "a.mlp.b.mlp.c", "a.mlp"),
+        ("**", "a.b", ""),
+        ("*", "", None),
+    ],
+)
+def test_the_module_that_a_checkpoint_is_around(glob, path, instance):
+    assert Rule(glob, action="checkpoint").instance(path) == instance
 
 
 @pytest.mark.parametrize(

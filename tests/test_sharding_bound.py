@@ -199,7 +199,7 @@ def plain_price(costs, shape, itemsize, source, target):
             if isinstance(p, Partial):
                 kind, full = ("reduce_scatter" if cut else "all_reduce"), held
             else:
-                kind = "all_to_all" if cut and costs.exchange else "all_gather"
+                kind = "all_to_all" if cut else "all_gather"
                 full = held if kind == "all_to_all" else held * mesh[axis]
             link = topology.link_bandwidth[axis], topology.latency_s[axis]
             total += collective_time_s(kind, full, mesh[axis], *link)
@@ -211,11 +211,10 @@ def plain_price(costs, shape, itemsize, source, target):
 
 @pytest.mark.parametrize("shape", [(16, 8, 24), (10, 7, 12)])
 @pytest.mark.parametrize("mesh", [(4,), (2, 4), (2, 2, 3), (1, 2)])
-@pytest.mark.parametrize("exchange", [True, False])
-def test_prices_as_arrays_equal_a_plain_count(shape, mesh, exchange):
+def test_prices_as_arrays_equal_a_plain_count(shape, mesh):
     axes = len(mesh)
     topology = Topology((1e9, 3e9, 7e9)[:axes], (1e-6, 2e-6, 3e-6)[:axes])
-    costs = RedistributionCosts(mesh, topology, 1e10, exchange=exchange)
+    costs = RedistributionCosts(mesh, topology, 1e10)
     each = [Replicate(), Shard(0), Shard(1), Shard(2), Partial("sum"), Partial("avg")]
     every = list(itertools.product(each, repeat=axes))[:: 1 if axes < 3 else 5]
     found = costs.matrix(torch.empty(shape, device="meta"), every, every)

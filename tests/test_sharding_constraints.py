@@ -71,15 +71,43 @@ def test_without_a_mesh_the_constraint_does_nothing():
 
 
 @pytest.mark.parametrize(
-    ("placements", "text"),
+    ("placements", "rows", "text"),
     [
-        ((S0,), r"test_sharding_constraints\.py:\d+.*1 entries, and the mesh \(2, 2\) 2 axes"),
-        ((S0, Shard(2)), r"test_sharding_constraints\.py:\d+.*does not cut \(8, 32\)"),
+        ((S0,), 8, r"1 entries, and the mesh \(2, 2\) 2 axes"),
+        ((S0, S1), 7, r"does not cut \(7, 32\)"),
+        ((S0, Shard(2)), 8, r"Shard\(2\) of a tensor of shape \(8, 32\): dims are 0 to 1"),
+        ((S0, Shard(-3)), 8, r"Shard\(-3\) of a tensor of shape \(8, 32\)"),
     ],
 )
-def test_a_constraint_that_does_not_fit_names_its_line(placements, text):
-    with opened(Constrained(placements)) as ap, pytest.raises(ConfigError, match=text):
+def test_a_constraint_that_does_not_fit_names_its_line(placements, rows, text):
+    text = r"test_sharding_constraints\.py:\d+.*" + text
+    with (
+        opened(Constrained(placements), rows=rows) as ap,
+        pytest.raises(ConfigError, match=text),
+    ):
         ap.optimize_placement()
+
+
+def test_a_dim_that_the_tensor_has_not_is_refused_with_the_tensor_and_its_dims():
+    with opened(Stack(), (2,)) as ap:
+        fixed = ap.sharding_optimizer
+        dims = r"Shard\(5\) of a tensor of shape \({}\): dims are 0 to 1, or -2 to -1"
+        for constrain, whose, shape in (
+            (lambda p: ap.add_input_constraints([p]), r"input constraint 0 \(x\)", "8, 16"),
+            (lambda p: ap.add_output_constraints([p]), "output constraint 0", "8, 16"),
+            (lambda p: fixed.add_node_constraint("layers.0.0.weight", p), "layers.0.0", "64, 16"),
+        ):
+            with pytest.raises(ConfigError, match=f"{whose}.*{dims.format(shape)}"):
+                constrain((Shard(5),))
+            constrain((Shard(-1),))
+        with pytest.raises(ConfigError, match="did you mean layers.0.0.weight"):
+            fixed.add_node_constraint("layers.0.0.wieght", (S0,))
+        fixed.add_module_constraint("layers.*.2", (Shard(-2),))
+        plan = ap.optimize_placement()
+        assert plan.parameters["layers.0.0.weight"] == (S1,)
+        fixed.add_module_constraint("layers.*.2", (Shard(5),))
+        with pytest.raises(ConfigError, match=r"'layers\.\*\.2'.*" + dims.format("8, 16")):
+            ap.optimize_placement()
 
 
 @pytest.mark.parametrize("placements", ["S(0)", (), (1,), None])
@@ -103,7 +131,7 @@ def test_modules_hand_over_what_they_are_told_to():
         ups = [n for n in ap._joint.module.graph.nodes if n.target is aten.addmm.default][::2]
         assert [plan.choices[n.name].outputs for n in ups] == [((S1,),)] * 3
         ap.sharding_optimizer.add_module_constraint("layer.1", (S1,))
-        with pytest.raises(ConfigError, match="no module 'layer.1'.*near it: .*layers"):
+        with pytest.raises(ConfigError, match="no module 'layer.1'.*did you mean layers"):
             ap.optimize_placement()
 
 
@@ -115,6 +143,49 @@ def test_two_module_constraints_that_differ_are_refused():
         ap.sharding_optimizer.add_module_constraint("layers.1.0", (R,))
         with pytest.raises(ConfigError, match="'layers.1.0': .*another module constraint gives"):
             ap.optimize_placement()
+
+
+class TwoOutputs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(16, 32)
+
+    def forward(self, x):
+        return self.up(x).split(16, dim=-1)
+
+
+class Gated(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.both, self.down = TwoOutputs(), torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        gate, up = self.both(x)
+        return self.down(torch.sigmoid(gate) * up)
+
+
+@pytest.mark.parametrize("placements", [(R,), (S0,)])
+def test_each_tensor_that_a_module_hands_over_is_where_it_is_told_to_be(placements):
+    with opened(Gated(), (2,)) as ap:
+        ap.sharding_optimizer.add_module_constraint("both", placements)
+        plan = ap.optimize_placement()
+        (split,) = (n for n in ap._joint.module.graph.nodes if n.target is aten.split.Tensor)
+        assert plan.choices[split.name].outputs == (placements, placements)
+        ap.sharding_optimizer.add_module_constraint("both", (S1,))  # along it, the parts are cut
+        with pytest.raises(ConfigError, match="module constraint: split.*cannot give"):
+            ap.optimize_placement()
+
+
+def test_a_share_of_parameters_that_the_mesh_cannot_reach_is_refused():
+    with opened(Stack(), (4,)) as ap:
+        ap.add_parameter_memory_constraint(0.0, 1 / 4)
+        ap.optimize_placement()
+        ap.add_parameter_memory_constraint(0.0, 1 / 5)
+        with pytest.raises(InfeasibleError, match="at least .* per device; asked for") as caught:
+            ap.optimize_placement()
+        whole = sum(p.numel() * 4 for p in Stack().parameters())
+        assert caught.value.smallest_bytes == whole // 4
+        assert caught.value.budget_bytes == whole // 5
 
 
 def state_bytes(plan, model, copies):
@@ -181,7 +252,7 @@ def test_the_first_plan_shards_parameters_that_do_not_fit_and_says_so():
     model = Stack()
     whole = sum(p.numel() * 16 for p in model.parameters())
     for memory, words in (
-        (8 * whole, "only where that costs no time"),
+        (8 * whole, "where that costs little time"),
         (whole, "they are sharded"),
     ):
         ap = opened(model, (4,)).configure_device(device(memory))

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from autop_ac import AutoParallel, ConfigError, PlanFileError, ShardingPlan, UsageError, fake_mesh
+from autop_ac import (
+    AutoParallel,
+    ConfigError,
+    PlanFileError,
+    ShardingPlan,
+    UsageError,
+    fake_mesh,
+    plan_table,
+)
 from autop_ac.placements import parse_placements, placement_text
 from autop_ac.sharding.plan import Choice
 
@@ -62,7 +70,7 @@ def test_a_module_is_explained_node_by_node_and_an_impossible_placement_says_why
     assert any(reason.name in plan.choices for reason in reasons)
     odd = plan.explain("up.bias", (Shard(3),))
     assert odd.difference is None and "its placements are" in odd.why_not and "no plan" in str(odd)
-    with pytest.raises(ConfigError, match=r"no node.*near it: .*up"):
+    with pytest.raises(ConfigError, match=r"no node.*did you mean .*up"):
         plan.explain("upp")
 
 
@@ -130,6 +138,32 @@ def test_a_plan_of_another_graph_is_refused(planned, tmp_path):
             ap.apply_placement(ShardingPlan.load(tmp_path / "plan.json"))
 
 
+def test_a_file_that_is_not_there_is_told_with_the_nearest_and_may_be_caught_as_such(
+    planned, tmp_path
+):
+    _, plan = planned
+    plan.save(tmp_path / "plan.json")
+    for error in (PlanFileError, FileNotFoundError):
+        with pytest.raises(
+            error, match=r"plam\.json: there is no such file; did you mean .*plan\.json"
+        ):
+            ShardingPlan.load(tmp_path / "plam.json")
+        with pytest.raises(error, match=r"no such file, and no folder .*no\n.*plan\.save"):
+            ShardingPlan.load(tmp_path / "no" / "plan.json")
+        with pytest.raises(error, match="there is no folder .*no: make it first"):
+            plan.save(tmp_path / "no" / "plan.json")
+    (tmp_path / "plan.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanFileError, match="no complete plan"):
+        ShardingPlan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_is_shown_as_a_table_by_the_public_name(planned, tmp_path):
+    _, plan = planned
+    plan.save(tmp_path / "plan.json")
+    table = plan_table(ShardingPlan.load(tmp_path / "plan.json"))
+    assert table == plan_table(plan) and "up.weight" in table and "predicted step" in table
+
+
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])
 def test_a_file_that_was_cut_off_is_refused(planned, tmp_path, kept):
     _, plan = planned
@@ -171,12 +205,13 @@ def test_placements_are_read_back_from_their_text():
 
 def test_a_plan_prints_as_its_parameters_and_not_as_its_thousand_choices():
     plan = ShardingPlan(
-        (4, 2), ("dp", "tp"), {"add": Choice("add", (), ())}, {"w": (Shard(0), Replicate())},
+        (4, 2), ("dp", "tp"), {"add": Choice("add", (), ())}, {"w": (Shard(0), Replicate()), "a.0.w": (Shard(0), Shard(1)), "a.1.w": (Shard(0), Shard(1))},
         0.0125, 0.01, ("look here",),
     )  # fmt: skip
     assert str(plan).splitlines() == [
-        "ShardingPlan on mesh (dp=4, tp=2): predicted step 12.500 ms, gap 1.00%",
+        "ShardingPlan on mesh (dp=4, tp=2): step by the search, nothing recomputed, 12.500 ms, gap 1.00%",
         "  w: S(0) R",
+        "  a.0-1.w x 2: S(0) S(1)",
         "note: look here",
     ]
     assert "choices" not in repr(plan)

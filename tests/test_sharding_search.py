@@ -454,7 +454,7 @@ def test_node_constraint_is_kept_and_misspelling_is_helped(fake_mesh):
     node = next(n for n in joint.module.graph.nodes if "addmm" in str(n.target))
     found = plan(joint, mesh, Constraints(nodes={node.name: (S1,)}))
     assert found.choices[node.name].outputs == ((S1,),)
-    with pytest.raises(ConfigError, match="near it: .*up.weight"):
+    with pytest.raises(ConfigError, match="did you mean .*up.weight"):
         plan(joint, mesh, Constraints(nodes={"up.weigth": (R,)}))
     with pytest.raises(ConfigError, match="its placements are"):
         plan(joint, mesh, Constraints(nodes={node.name: (Shard(7),)}))

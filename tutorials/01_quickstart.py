@@ -31,8 +31,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
-from autop_ac import MATMUL, AutoParallel, ShardingPlan, ac_region, launch, measure_memory
-from autop_ac.report.plan_table import plan_table
+from autop_ac import (
+    MATMUL,
+    AutoParallel,
+    ShardingPlan,
+    ac_region,
+    launch,
+    measure_memory,
+    plan_table,
+)
 
 STEPS, BATCH, LENGTH = 30, 16, 128
 LAYERS, DIM, HEADS = 4, 128, 4

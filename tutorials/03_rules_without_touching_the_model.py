@@ -117,15 +117,21 @@ print("kept of a layer without rules:", kept(nothing_said, "layers.1"))
 # The module is a glob on the paths of your own model, and stands for everything below what it matches.
 # `*` does not cross a dot, `**` does.
 #
-# A rule keeps nothing of its own accord, not even what enters a layer. So with `layers.*=recompute` alone
+# `=recompute` keeps nothing, not even what enters a layer. So with `layers.*=recompute` alone
 # backward begins by making everything again, and all of it is alive at once: no bytes are kept, and the peak
-# is *higher*. A checkpoint per layer needs something to start from; the next section gives it.
+# is *higher*. What `torch.utils.checkpoint` around each layer does is `layers.*=checkpoint`: what enters a layer
+# is kept, the rest of it recomputed.
 
 # %%
 full = under("layers.*=recompute")
 print("kept of a layer with layers.*=recompute:", kept(full, "layers.1"))
 assert full.kept_bytes == 0
 assert all(v.origin == "rule" for v in full.explain("layers.1.mlp.up").values)
+
+around = under("layers.*=checkpoint")
+assert {v.reason for v in around.saved} == {'rule "layers.*=checkpoint" keeps what enters'}
+assert len(around.saved) == LAYERS - 1  # what enters the first is an input, there anyway
+assert around.peak_bytes < nothing_said.peak_bytes < full.peak_bytes
 
 mlps = under("layers.*.mlp=recompute")
 assert kept(mlps, "layers.1.mlp") == []
@@ -224,11 +230,17 @@ assert ap.configure_ac(from_flags).preview() == full
 # is recomputed trade off; the peak follows neither of them alone.
 
 # %%
-settings = {"no rule": nothing_said, "nothing kept": full, "per layer": per_layer, "both": both}
+settings = {
+    "no rule": nothing_said,
+    "nothing kept": full,
+    "per layer": per_layer,
+    "both": both,
+    "around": around,
+}
 for name, report in settings.items():
     print(
         f"{name:12} kept {report.kept_bytes:>10,} bytes, peak {report.peak_bytes:>10,},"
         f" recomputation {report.recompute_s * 1e6:.1f} us"
     )
-assert min(settings.values(), key=lambda r: r.peak_bytes) is per_layer
+assert min(settings.values(), key=lambda r: r.peak_bytes) is around
 assert nothing_said.recompute_s < both.recompute_s < per_layer.recompute_s < full.recompute_s

@@ -84,15 +84,12 @@ assert at_their_peak.recompute_s <= stages.recompute_s
 # %% [markdown]
 # ## The curve
 #
-# Points of growing peak and falling recompute time. `ap.ac_report.plot_pareto(curve)` draws it (extra
-# `viz`), and the saved page has it too.
+# Points of growing peak and falling recompute time, each with the setting that reaches it.
+# `ap.ac_report.plot_pareto(curve)` draws it (extra `viz`), and the saved page has it too.
 
 # %%
 curve = ap.pareto(depth=2)
-for point in curve:
-    print(
-        f"peak {size(point.peak_bytes):>10}  recomputation {point.recompute_time_s * 1e6:8.2f} us"
-    )
+print(curve)
 peaks = [p.peak_bytes for p in curve]
 times = [p.recompute_time_s for p in curve]
 assert peaks == sorted(set(peaks)) and times == sorted(set(times), reverse=True)

@@ -23,9 +23,9 @@ from autop_ac import (
     ShardingPlan,
     UsageError,
     fake_mesh,
+    plan_table,
     with_sharding_constraint,
 )
-from autop_ac.report.plan_table import plan_table
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 BATCH, DIM, LAYERS = 16384, 1024, 2

@@ -156,7 +156,7 @@ assert len(listed.saved) == len(full.saved) + len(products)
 # | `mode` | here |
 # |---|---|
 # | `"none"` | `enable=False` |
-# | `"full"` | checkpoints around the layers stay; or `ac_region()` in the layer |
+# | `"full"` | checkpoints around the layers stay; or `ac_region()` in the layer; or the rule `layers.*=checkpoint` |
 # | `"selective"`, option `"op"` | `ac_region(save=[every(2, aten.mm), ATTENTION, ...])`, or rules |
 # | `"selective"`, option `"2"` (every second layer) | rules on a part of the layers, `"layers.*[13579]..."` |
 # | `"memory_budget"`, `memory_budget=0.5` | `memory_budget=`; see below |
@@ -263,7 +263,8 @@ assert any("set configure_ac(memory_budget=...) instead" in str(w.message) for w
 # | `torch._functorch.config.joint_custom_pass` for AC | not needed: no global setting takes part |
 # | meta device alone | real weights too, which are sharded in |
 #
-# And what is not there: pipeline stages (`AutoParallelPP`), and `dynamic=True`.
+# `dynamic=True` traces a size at its first call, where the public one has symbolic sizes. What is not there: pipeline
+# stages (`AutoParallelPP`).
 
 # %%
 ORDER: dict[Callable[..., Any], list[str]] = {

@@ -99,3 +99,12 @@ BATCH_NORM: Mapping[Any, Callable[..., Any]] = {
     aten._native_batch_norm_legit.no_stats: _without_stats,
     aten.native_batch_norm_backward.default: _backward,
 }
+
+NAME = str(aten.batch_norm.default)
+
+
+def is_part(node: torch.fx.Node) -> bool:
+    """Whether a forward node is a batch norm of any kind, or one of the operators that it is made of here."""
+    # as text: what a node came from is a copy of the operator, which is not equal to it
+    name = str(node.meta.get("original_aten") or node.target)
+    return "batch_norm" in name and "backward" not in name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from .._torch_annotate import is_users_file
@@ -26,7 +27,7 @@ def module_path(stack: Mapping[str, Any] | None, *, prefix: str = "") -> str:
     """
     if not stack:
         return ""
-    return _user_path(next(reversed(list(stack.values())))[0], prefix)
+    return _user_path(str(next(reversed(list(stack.values())))[0]), prefix)
 
 
 def block_instance(stack: Mapping[str, Any] | None, *, prefix: str = "") -> str:
@@ -38,11 +39,24 @@ def block_instance(stack: Mapping[str, Any] | None, *, prefix: str = "") -> str:
         stack, prefix: as for `module_path`.
     """
     block = block_of_path(module_path(stack, prefix=prefix))
-    for key, entry in stack.items() if stack and block else ():
-        if _user_path(entry[0], prefix) == block:
-            _, at, call = str(key).partition("@")
-            return block + at + call
-    return block
+    calls = module_calls(stack, prefix=prefix) if block else ()
+    return next((call for path, call in calls if path == block), block)
+
+
+def module_calls(
+    stack: Mapping[str, Any] | None, *, prefix: str = ""
+) -> tuple[tuple[str, str], ...]:
+    """Of an ``nn_module_stack`` each module path with its call: ``layers.3@1`` is the second of ``layers.3``.
+
+    Args:
+        stack, prefix: as for `module_path`.
+    """
+    found = []
+    for key, entry in (stack or {}).items():
+        path = _user_path(str(entry[0]), prefix)
+        _, at, call = str(key).partition("@")
+        found.append((path, path + at + call))
+    return tuple(found)
 
 
 def block_of_path(path: str) -> str:
@@ -52,9 +66,10 @@ def block_of_path(path: str) -> str:
     return "" if place is None else ".".join(parts[: place + 1])
 
 
-def _user_path(entry: Any, prefix: str) -> str:
+@lru_cache(maxsize=4096)  # a graph has as many as modules, and asks for them at every node
+def _user_path(entry: str, prefix: str) -> str:
     # the local or global variable that Dynamo found the model in: `L['self'].layers.0`
-    text = re.sub(r"^[LG]\['[^']+'\]", "", str(entry))
+    text = re.sub(r"^[LG]\['[^']+'\]", "", entry)
     text = re.sub(r"\['([^']+)'\]|\[(\d+)\]", lambda m: "." + (m.group(1) or m.group(2)), text)
     text = re.sub(r"@\d+", "", text)
     # an attribute that a wrapper looks up by hand: `__dict__["_modules"]["_checkpoint_wrapped_module"]`

@@ -11,29 +11,38 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils import _pytree as pytree
 
 from .. import _torch as private
+from .._torch_annotate import mark
 from .._torch_flex import traced_with_gradients
 from .._torch_local_map import keeping_local_maps
-from ..annotate import capturing, is_region_object
+from ..annotate import Entries, capturing, region_numbers
 from ..errors import AutopACError, CaptureError, ConfigError
 from .batch_norm import BATCH_NORM
 from .calling import CallForm, Calling, FlatForward, call_form, described, noting
+from .failures import (
+    mixed_dtypes,
+    no_graph_text,
+    own_error,
+    own_error_text,
+    unknown_sizes,
+    users_line,
+)
 from .joint import JointGraph, Port
 from .local_map import inline_local_maps, mark_local
 from .local_map_call import check_call
 from .marks import take_marks
-from .names import module_path, source_line, user_name
+from .names import module_path, user_name
 
 _MODEL = "model"  # where `FlatForward` keeps the user's model
 _aten = torch.ops.aten
@@ -71,6 +80,11 @@ class Request:
     loss_fn: Callable[..., Any] | None
     fake_mode: Any
     mesh: DeviceMesh | None = None
+
+    def inputs(self) -> tuple[str, ...]:
+        """Each tensor of the call with its global shape, ``"x (8, 16)"``."""
+        held = zip(self.form.names, self.leaves, strict=True)
+        return tuple(f"{n} {tuple(x.shape)}" for n, x in held if isinstance(x, torch.Tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +140,29 @@ def request(
     return Request(traced, originals, form, tuple(fakes), mp_policy, loss_fn, fake_mode, mesh)
 
 
+def resized(wanted: Request, shapes: Sequence[tuple[int, ...]]) -> Request:
+    """The same request for tensors of other sizes.
+
+    Args:
+        shapes: global, of each tensor among the leaves.
+    """
+    given = iter(shapes)
+    leaves = [_of_shape(x, next(given), wanted.fake_mode) if isinstance(x, torch.Tensor) else x
+              for x in wanted.leaves]  # fmt: skip
+    return replace(wanted, leaves=tuple(leaves))
+
+
+def _of_shape(leaf: torch.Tensor, shape: tuple[int, ...], fake_mode: Any) -> torch.Tensor:
+    """A dense tensor of another shape, its dims in the same order in memory."""
+    if tuple(leaf.shape) == shape:
+        return leaf
+    order = sorted(range(leaf.dim()), key=leaf.stride, reverse=True)
+    with fake_mode:
+        dense = torch.empty([shape[d] for d in order], dtype=leaf.dtype, device=leaf.device)
+        made = dense.permute([order.index(d) for d in range(leaf.dim())])
+    return made.requires_grad_(leaf.requires_grad)
+
+
 def capture(wanted: Request, training: Sequence[bool] | None = None) -> JointGraph:
     """Trace one joint graph.
 
@@ -137,7 +174,7 @@ def capture(wanted: Request, training: Sequence[bool] | None = None) -> JointGra
         CaptureError: the model has a graph break, an unsupported construct or no gradient.
     """
     # torch traces one thread at a time: annotations and the tracer's patches are the process's
-    with private.compile_lock:
+    with private.compile_lock, private.quiet_fakes():
         return _capture(wanted, training)
 
 
@@ -157,9 +194,11 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
     entry.training = model.training
     tensors = [x for x in wanted.leaves if isinstance(x, torch.Tensor)]
     where = f"while capturing {type(model).__name__}"
+    inputs = list(zip(wanted.form.names, wanted.leaves, strict=True))
+    failed: Exception | None = None
     try:
         with (
-            capturing(),
+            capturing() as entries,
             noting() as noted,
             keeping_local_maps(partial(check_call, mesh=wanted.mesh)),
             traced_with_gradients(),
@@ -169,27 +208,26 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
     except AutopACError:
         raise
     except Exception as error:  # Dynamo's own, and assertions of its export
-        line = source_line(str(error)) or source_line(_user_frames(error))
-        if is_region_object(str(error)):
-            raise CaptureError(
-                f"{where}: an ac_region that was made outside of forward is entered at "
-                f"{line or 'an unknown line'}, and Dynamo enters no object from outside. Call it there: "
-                "`with self.region():` in place of `with self.region:`; or make it there, "
-                "`with ac_region(...):`"
-            ) from error
-        raise CaptureError(
-            f"{where}: Dynamo cannot trace the model as one graph, at {line or 'an unknown line'}. "
-            f"Remove what it names from forward, or move it out of the model.\n{error}"
-        ) from error
+        failed = error
+    if failed is not None:  # out of the handler, so that the model's own error stands alone
+        cause = own_error(entry, tensors, failed)
+        if cause is not None:
+            told = f"{users_line(cause)}: {type(cause).__name__}: {cause}"
+            raise CaptureError(f"{where}: {own_error_text(told, inputs)}") from cause
+        raise CaptureError(f"{where}: {no_graph_text(failed)}") from failed
+    if training is None:  # in another mode a region may well be empty
+        _tell_empty_regions(entries, graph, where)
     _check_changes(noted.changes, wanted.model, where)
     inline_local_maps(graph, wanted.mesh)
     names = _restore_dtypes(graph, wanted.originals, wanted.fake_mode)
     joint = _export_joint(graph, tensors, where, divisible=True)
-    _check_sizes(joint.graph_module, where)
+    if told := mixed_dtypes(joint.graph_module.graph):
+        raise CaptureError(f"{where}: {own_error_text(told, inputs)}")
+    if told := unknown_sizes(joint.graph_module.graph):
+        raise CaptureError(f"{where}: {told}")
     take_marks(joint.graph_module)
     mark_local(joint.graph_module.graph)
-    paired = zip(wanted.form.names, wanted.leaves, strict=True)
-    given = [name for name, leaf in paired if isinstance(leaf, torch.Tensor)]
+    given = [name for name, leaf in inputs if isinstance(leaf, torch.Tensor)]
     if lost := [n for n in (*joint.params_spec, *joint.buffers_spec) if n not in names]:
         raise CaptureError(
             f"{where}: the model holds tensors that are no parameters and no buffers "
@@ -250,28 +288,26 @@ def _check_changes(changes: Sequence[tuple[str, str]], model: torch.nn.Module, w
         )
 
 
-def _check_sizes(graph: torch.fx.GraphModule, where: str) -> None:
-    """Refuse what has another size in each call, such as the steps of a `while_loop`."""
-    for node in graph.graph.nodes:
-        tensors = [
-            v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)
-        ]
-        found = next((v for v in tensors if not all(type(n) is int for n in v.shape)), None)
-        if found is not None:
-            raise CaptureError(
-                f"{where}: {node.target} at {source_line(node.meta.get('stack_trace')) or 'an unknown line'} "
-                f"gives a tensor of shape {tuple(found.shape)}, whose size depends on values, and placements are "
-                "of sizes that are known. Give a loop a number of steps (scan has one), or move it out of forward"
-            )
+def _tell_empty_regions(entries: Entries, graph: torch.nn.Module, where: str) -> None:
+    # those inside checkpoints and the like, too
+    graphs = (m.graph for m in graph.modules() if isinstance(m, torch.fx.GraphModule))
+    held = [
+        number
+        for node in itertools.chain.from_iterable(g.nodes for g in graphs)
+        if node.op not in ("placeholder", "get_attr", "output") and node.target is not mark
+        for number in region_numbers(node.meta)
+    ]
+    for spec in entries.without(held):
+        warnings.warn(
+            f"{where}: {spec.label} at {spec.source or 'an unknown line'} holds no operation, so it decides "
+            "nothing: put what it is for into its block, or take it out",
+            UserWarning,
+            stacklevel=5,
+        )
 
 
 def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def _user_frames(error: BaseException) -> str:
-    stack = getattr(error, "real_stack", None)
-    return "\n".join(stack.format()) if stack is not None else ""
 
 
 def _inputs(input_fn: Callable[[], Any], model: torch.nn.Module) -> tuple[Any, Any]:
@@ -378,10 +414,9 @@ def _exported(graph: torch.fx.GraphModule, tensors: list[Any], where: str, divis
                 stack, graph, tuple(tensors), {}, decompositions=table
             )
         except Exception as error:  # as many kinds as there are ways not to be traceable
-            line = source_line(str(error)) or source_line(_user_frames(error))
             raise CaptureError(
                 f"{where}: AOTAutograd cannot trace it with its backward, at "
-                f"{line or 'an unknown line'}. Sizes that depend on values, changes of parameters and "
+                f"{users_line(error)}. Sizes that depend on values, changes of parameters and "
                 f"sparse tensors are what it often is: move that out of forward.\n{error}"
             ) from error
 

@@ -3,19 +3,20 @@
 A gather takes time that its own device need not spend: it is started, and waited for where its first
 reader stands. In graph order both stand side by side, and nothing is gained. Here a gather is started as
 soon as the one before it has been waited for, or earlier, while the bytes in flight (started and not
-waited for yet) stay within a bound: at most so many bytes are alive that were not before. One that is
-larger than the bound stays where it is. A gather of a gather (two mesh axes) is not moved: its start
-would wait for the first. Likewise reduce-scatters are waited for one reduce-scatter later.
+waited for yet) stay within a bound: at most so many gathered bytes are alive that were not before, and
+what they were gathered from (`bytes_ahead`). One that is larger than the bound stays where it is. A gather of a gather (two mesh axes) is not moved: its start
+would wait for the first. Likewise reduce-scatters and all-reduces of gradients are waited for one later.
 
 Linear in values and edges, but for chains in front of a gather, which are walked once for each.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
-from .facts import Facts
+from .facts import Facts, Value
 
 
 def issue_ahead(facts: Facts, order: Sequence[int], limit_bytes: int) -> tuple[int, ...]:
@@ -23,7 +24,7 @@ def issue_ahead(facts: Facts, order: Sequence[int], limit_bytes: int) -> tuple[i
 
     Args:
         order: values of one graph, in an order that computes inputs first.
-        limit_bytes: of what is gathered ahead, with what leads to it.
+        limit_bytes: of what is gathered ahead.
     """
     values = facts.values
     there = set(order)
@@ -34,7 +35,7 @@ def issue_ahead(facts: Facts, order: Sequence[int], limit_bytes: int) -> tuple[i
             continue
         chain = _chain(facts, i, there)
         if chain is not None and taken.isdisjoint(chain):
-            size = _bytes_ahead(facts, chain)
+            size = _gathered_bytes(facts, i)
             if size <= limit_bytes:
                 waiting.append((i, chain, size))
                 taken.update(chain)
@@ -80,14 +81,14 @@ def issue_ahead(facts: Facts, order: Sequence[int], limit_bytes: int) -> tuple[i
 
 
 def wait_late(facts: Facts, order: Sequence[int]) -> tuple[int, ...]:
-    """`order` with the waits of reduce-scatters, and what follows them, one reduce-scatter later."""
+    """`order` with the waits for sums of gradients, and what follows them, one such sum later."""
     values = facts.values
     made: list[int] = []
     late: list[int] = []
-    behind: set[int] = set()  # what is computed from a reduce-scatter that is not waited for
+    behind: set[int] = set()  # what is computed from a sum that is not waited for
     for i in order:
         value = values[i]
-        scatter = value.collective.startswith("reduce_scatter") and bool(value.parameter)
+        scatter = _sums_gradient(value)
         if behind.isdisjoint(value.inputs):
             if scatter:
                 made.append(i)
@@ -95,7 +96,7 @@ def wait_late(facts: Facts, order: Sequence[int]) -> tuple[int, ...]:
                 late, behind = [], {i}
                 continue
             made.append(i)
-        elif scatter:  # of a reduce-scatter: what it reads must come first
+        elif scatter:  # of another sum: what it reads must come first
             made.extend(late)
             made.append(i)
             late, behind = [], {i}
@@ -112,6 +113,10 @@ def wait_late(facts: Facts, order: Sequence[int]) -> tuple[int, ...]:
     return (*made, *late)
 
 
+def _sums_gradient(value: Value) -> bool:
+    return value.collective.startswith(("reduce_scatter", "all_reduce")) and bool(value.parameter)
+
+
 def _is_wait(facts: Facts, index: int) -> bool:
     return facts.values[index].op.endswith("wait_tensor.default")
 
@@ -123,20 +128,41 @@ def _waited(facts: Facts, wait: int) -> tuple[int, ...]:
     return (source,)
 
 
-def _bytes_ahead(facts: Facts, chain: Sequence[int]) -> int:
-    """Bytes of a gather and what leads to it, the same on every rank: those of one that need not pad.
+def _gathered_bytes(facts: Facts, gather: int) -> int:
+    """Bytes that a gather gives: the same on every rank, also where parts are uneven.
 
-    Ranks with a smaller part of a parameter pad it to that of the others. Were the pad counted beside
-    what it pads, ranks would issue gathers in different orders, and wait for each other.
+    Were what leads to it counted, ranks would issue gathers in different orders, and wait for each other.
     """
-    values = facts.values
-    sizes = {s: facts.storage_bytes[s] for c in chain for s in values[c].storages}
-    for c in chain:
-        if values[c].op.startswith("aten.constant_pad_nd."):
-            padded = sum(sizes.pop(s, 0) for s in values[c].storages)
-            (source, *_) = values[c].inputs
-            sizes.update(dict.fromkeys(sizes.keys() & set(values[source].storages), padded))
-    return sum(sizes.values())
+    return sum(facts.storage_bytes[s] for s in facts.values[gather].storages)
+
+
+def bytes_ahead(facts: Facts) -> int:
+    """The most bytes that gathers issued ahead may hold at once, with what they are gathered from."""
+    if facts.prefetch_bytes is None:
+        return 0
+    there = {v.index for v in facts.forward}
+    share = 1.0
+    for value in facts.forward:
+        if value.collective.startswith("all_gather") and value.parameter:
+            gathered = _gathered_bytes(facts, value.index)
+            chain = _chain(facts, value.index, there)
+            if chain is not None and 0 < gathered <= facts.prefetch_bytes:
+                held = {s for i in chain for s in facts.values[i].storages if facts.values[i].bytes}
+                share = max(share, sum(facts.storage_bytes[s] for s in held) / gathered)
+    return math.ceil(share * facts.prefetch_bytes)
+
+
+def bytes_late(facts: Facts) -> int:
+    """The most bytes that a sum of gradients which is waited for later may hold meanwhile."""
+    if facts.prefetch_bytes is None:
+        return 0
+    values, size = facts.values, facts.storage_bytes
+    held = [
+        {s for i in (v.index, *v.inputs) for s in values[i].storages}
+        for v in values
+        if _sums_gradient(v)
+    ]
+    return max((sum(size[s] for s in storages) for storages in held), default=0)
 
 
 def _chain(facts: Facts, gather: int, there: set[int]) -> tuple[int, ...] | None:

@@ -88,6 +88,7 @@ def collect_facts(
                 effectful=_is_effectful(node),
                 reads_mutated=sides[node] == "forward" and not reads.isdisjoint(mutated_storages),
                 collective=collective,
+                holds=tuple(dict.fromkeys(index[a] for a in _held_until(node))),
                 axis=note.get("axis", ""),
                 origin=note.get("origin", ""),
                 serves=note.get("serves", ""),
@@ -163,6 +164,18 @@ def draws_random(node: fx.Node) -> bool:
 
 def _is_wait(node: fx.Node) -> bool:
     return _text(node.target).endswith("wait_tensor.default")
+
+
+def _held_until(node: fx.Node) -> list[fx.Node]:
+    """What the collective reads that a wait is for."""
+    if not _is_wait(node):
+        return []
+    source = node.args[0]
+    if isinstance(source, fx.Node) and source.target is operator.getitem:
+        source = source.args[0]
+    if not isinstance(source, fx.Node) or not _collective(source):
+        return []
+    return source.all_input_nodes
 
 
 def _collective(node: fx.Node) -> str:

@@ -132,7 +132,7 @@ def fx_node_time_s(
     """
     if node.op != "call_function":
         return 0.0
-    if getattr(node.target, "namespace", "") == "_c10d_functional":
+    if getattr(node.target, "namespace", "") in _COLLECTIVES:
         return _collective_time_s(node, links or {})
     if _costs_nothing(node.target):
         return 0.0
@@ -150,7 +150,9 @@ _KINDS: Mapping[str, Collective] = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
     "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
 }
+_COLLECTIVES = ("_c10d_functional", "_dtensor")
 
 
 def _collective_time_s(node: torch.fx.Node, links: Mapping[str, Link]) -> float:
@@ -161,8 +163,7 @@ def _collective_time_s(node: torch.fx.Node, links: Mapping[str, Link]) -> float:
 
 def collective_node_time_s(node: torch.fx.Node, link: Link) -> float:
     """Seconds of a functional collective over `link`; its wait takes none."""
-    name = str(node.target).removeprefix("_c10d_functional.").removesuffix(".default")
-    name = name.removesuffix("_coalesced")
+    name = str(node.target).split(".")[1].removesuffix("_coalesced")
     if name not in _KINDS:
         return 0.0
     read = [n.meta.get("val") for n in node.all_input_nodes]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..config import parse_bytes
 from ..errors import ConfigError
+from ..near import did_you_mean, read_toml
 
 _GIB = 2**30
 
@@ -42,9 +46,57 @@ class DeviceSpec:
                 f"memory_bytes={self.memory_bytes}"
             )
 
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Self:
+        """One device from a TOML file with the names of this class; `name` may be left out::
+
+            memory_bytes = "24 GiB"
+            memory_bandwidth = 300e9
+            flops = {float32 = 30e12, bfloat16 = 121e12}
+
+        Raises:
+            ConfigError: the file cannot be read, a name is unknown or missing, or a value is out of
+                range; the message begins with the path.
+        """
+        given = {"name": Path(path).stem, **read_toml(path)}
+        names = [f.name for f in fields(cls)]
+        try:
+            for name in given:
+                if name not in names:
+                    raise ConfigError(
+                        f"a device has no {name!r}{did_you_mean(name, names) or '.'} It has "
+                        f"{', '.join(names)}"
+                    )
+            if missing := [n for n in names if n not in given]:
+                raise ConfigError(f"{', '.join(missing)} of the device missing")
+            flops, size = given["flops"], given["memory_bytes"]
+            if not isinstance(flops, dict) or not all(_is_number(x) for x in flops.values()):
+                raise ConfigError(f"flops={flops!r}: give a number by dtype, {{float32 = 30e12}}")
+            if not _is_number(given["memory_bandwidth"]):
+                raise ConfigError(
+                    f"memory_bandwidth={given['memory_bandwidth']!r}: give bytes per second, 300e9"
+                )
+            size = parse_bytes(size, name="memory_bytes", round_down=True)
+            rates = {_dtype(name): float(rate) for name, rate in flops.items()}
+            return cls(str(given["name"]), rates, float(given["memory_bandwidth"]), size)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
     def flops_of(self, dtype: torch.dtype) -> float:
         """Peak operations per second in `dtype`."""
         return self.flops.get(dtype, self.flops[torch.float32])
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        known = [n for n, x in vars(torch).items() if isinstance(x, torch.dtype)]
+        raise ConfigError(f"flops: {name!r} is no dtype{did_you_mean(name, known)}")
+    return found
 
 
 def _gpu(name: str, half: float, single: float, bandwidth: float, gib: int) -> DeviceSpec:
@@ -63,17 +115,22 @@ DEVICES: Mapping[str, DeviceSpec] = {
 
 
 def find_device(name: object) -> DeviceSpec:
-    """The described device of that name.
+    """The described device of that name, or of a TOML file: ``"H100"``, ``"L4.toml"``.
 
     Raises:
-        ConfigError: no device of that name is known.
+        ConfigError: no device of that name is known, or the file does not describe one.
     """
     if isinstance(name, DeviceSpec):
         return name
+    if str(name).endswith(".toml"):
+        return DeviceSpec.from_toml(str(name))
     found = {key.lower(): spec for key, spec in DEVICES.items()}.get(str(name).lower())
     if found is None:
         raise ConfigError(
-            f"unknown device {name!r}: known are {', '.join(DEVICES)}. Describe another one, such as "
+            f"unknown device {name!r}: known are {', '.join(DEVICES)}"
+            f"{did_you_mean(name, DEVICES) or '.'} Describe another one in a TOML file and give its path in place of the name: "
+            'memory_bytes = "24 GiB", memory_bandwidth = 300e9, '
+            "flops = {float32 = 30e12, bfloat16 = 121e12}; or in Python: "
             "DeviceSpec('L4', flops={torch.bfloat16: 121e12, torch.float32: 30e12}, "
             "memory_bandwidth=300e9, memory_bytes=24 * 2**30)"
         )

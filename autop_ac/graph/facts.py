@@ -38,6 +38,7 @@ class Value:
         random: draws random numbers.  effectful: must run exactly once.
         reads_mutated: reads a graph input that is mutated in this graph.
         collective: kind of collective (``"all_gather_into_tensor"``, ...) or ``""``.
+        holds: of a wait, what its collective reads: PyTorch keeps it until then.
         axis: name of the mesh axis the collective runs over, or ``""``.
         origin: name of the captured (unsharded) node that this one computes; ``""`` for what a
             rewrite of ours inserted (redistributions).
@@ -64,6 +65,7 @@ class Value:
     effectful: bool = False
     reads_mutated: bool = False
     collective: str = ""
+    holds: tuple[int, ...] = ()
     axis: str = ""
     origin: str = ""
     serves: str = ""

@@ -8,7 +8,7 @@ backward, the peak is the one without checkpointing. Where the user wants gather
 `graph/ahead.py` moves them in both orders.
 
 A graph runs node by node, as `torch.fx.Interpreter` does when its inputs are boxed: a value is dropped
-right after its last reader; one that nobody reads lives to the end. A storage is alive while any value
+right after its last reader, what a collective reads after its wait; one that nobody reads lives to the end. A storage is alive while any value
 in it is. Scratch memory inside one operator is not seen. Linear in nodes and edges, but for sorting the
 ancestors recomputed together.
 """
@@ -212,7 +212,7 @@ class Run:
         end = len(steps)
         last: dict[int, int] = {}
         for at, i in enumerate(steps):
-            for source in facts.values[i].inputs:
+            for source in (*facts.values[i].inputs, *facts.values[i].holds):
                 last[source] = at
         last.update(dict.fromkeys(results, end))
         self.birth: dict[int, int] = {}

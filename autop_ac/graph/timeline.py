@@ -178,27 +178,34 @@ class StepTime:
 
     Attributes:
         compute_s: of the operators of forward and backward, each once.
-        recompute_s: of operators that backward runs again.
+        recompute_s: of all that backward runs again, operators and collectives.
         communication_s: of all collectives, those run again included.
         exposed_s: of `communication_s`, what computation waits for.
+        recompute_communication_s: of `recompute_s` the collectives; they are in `communication_s` too.
     """
 
     compute_s: float
     recompute_s: float
     communication_s: float
     exposed_s: float
+    recompute_communication_s: float = 0.0
+
+    @property
+    def recompute_operators_s(self) -> float:
+        """Of `recompute_s` what is no collective."""
+        return self.recompute_s - self.recompute_communication_s
 
     @property
     def step_s(self) -> float:
-        """Seconds of the whole step: computation, recomputation and waiting."""
-        return self.compute_s + self.recompute_s + self.exposed_s
+        """Seconds of the whole step: computation, operators run again, and waiting for collectives."""
+        return self.compute_s + self.recompute_operators_s + self.exposed_s
 
 
 def step_time(facts: Facts, saved: Sequence[int]) -> StepTime:
     """Predict where the seconds of one step go when `saved` is kept."""
     ahead = forward_order(facts, saved)
     now = network_free = exposed = 0.0
-    compute = recompute = communication = 0.0
+    compute = recompute = communication = moved_again = 0.0
     done: dict[int, float] = {}  # when a collective ends
 
     def wait(until: float) -> None:
@@ -208,6 +215,8 @@ def step_time(facts: Facts, saved: Sequence[int]) -> StepTime:
 
     for at, i in enumerate((*ahead, *backward_order(facts, saved))):
         value = facts.values[i]
+        again = at >= len(ahead) and value.side == "forward"
+        recompute += value.time_s if again else 0.0
         for source in value.inputs:
             if source in done:
                 wait(done[source])
@@ -215,12 +224,11 @@ def step_time(facts: Facts, saved: Sequence[int]) -> StepTime:
             network_free = max(now, network_free) + value.time_s
             done[i] = network_free
             communication += value.time_s
+            moved_again += value.time_s if again else 0.0
             continue
         now += value.time_s
-        if at >= len(ahead) and value.side == "forward":
-            recompute += value.time_s
-        else:
-            compute += value.time_s
+        compute += 0.0 if again else value.time_s
     wait(network_free)
     # the same seconds summed in another order may come out a bit larger
-    return StepTime(compute, recompute, communication, min(exposed, communication))
+    exposed = min(exposed, communication)
+    return StepTime(compute, recompute, communication, exposed, moved_again)

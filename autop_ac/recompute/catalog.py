@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from ..capture import batch_norm
 from ..capture.marks import names_of
-from ..capture.names import block_instance, module_path, source_line
+from ..capture.names import block_instance, module_calls, module_path, source_line
 from ..policies import Selector
 
 
@@ -21,13 +22,16 @@ class Captured:
 
     Attributes:
         name: the node's name.
-        op: operator as text.
+        op: operator as text; ``"aten.batch_norm.default"`` for each that a batch norm is made of.
         module: the user's module path.
         block: the instance of a repeated block that it is in, in which `every` counts.
         names: what `checkpoint_name` called it.
         base: name of the node that holds its memory: its own, what it views or is an item of, or ``""``
             where that is an input of the graph.
         source: ``"file.py:12"`` of the user's line, or ``""``.
+        calls: by path of the modules around it, the outermost first, the call that it is in:
+            ``("layers.3", "layers.3@1")`` in the second.
+        reads: names of the nodes that hold the memory of what it reads, inputs of the graph left out.
     """
 
     name: str
@@ -37,6 +41,8 @@ class Captured:
     names: tuple[str, ...] = ()
     base: str = ""
     source: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+    reads: tuple[str, ...] = ()
 
     @property
     def is_view(self) -> bool:
@@ -58,15 +64,29 @@ def make_catalog(nodes: Iterable[fx.Node], prefix: str = "") -> tuple[Captured, 
         entries.append(
             Captured(
                 node.name,
-                str(node.target) if node.op == "call_function" else node.op,
+                _operator(node),
                 module_path(stack, prefix=prefix),
                 block_instance(stack, prefix=prefix),
                 names_of(node),
                 base.name if base.op == "call_function" else "",
                 source_line(node.meta.get("stack_trace")),
+                module_calls(stack, prefix=prefix),
+                tuple(
+                    dict.fromkeys(
+                        b.name
+                        for b in map(base_of, node.all_input_nodes)
+                        if b.op == "call_function"
+                    )
+                ),
             )
         )
     return tuple(entries)
+
+
+def _operator(node: fx.Node) -> str:
+    if node.op != "call_function":
+        return node.op
+    return batch_norm.NAME if batch_norm.is_part(node) else str(node.target)
 
 
 def is_view(node: fx.Node) -> bool:

@@ -75,7 +75,8 @@ class Evaluator:
                 else:
                     slot = _ALWAYS
             self.slot.append(slot)
-            self.parents.append(tuple(i for i in v.inputs if values[i].side == "forward"))
+            reads = (*v.inputs, *v.holds)  # a wait comes after what it holds is needed anyway
+            self.parents.append(tuple(i for i in reads if values[i].side == "forward"))
         self._backward()
         self._forward()
 
@@ -90,7 +91,7 @@ class Evaluator:
         self.first = [self.end + 1] * n  # backward step that reads a value first, end + 1 for none
         last = [-1] * n
         for at, i in enumerate(live):
-            for source in values[i].inputs:
+            for source in (*values[i].inputs, *values[i].holds):
                 if self.first[source] > at:
                     self.first[source] = at
                 last[source] = at * self.stride + n
@@ -142,7 +143,7 @@ class Evaluator:
         last = [-1] * n
         for v in facts.forward:
             if v.index in core:
-                for i in v.inputs:
+                for i in (*v.inputs, *v.holds):
                     last[i] = v.index
         for i in facts.forward_outputs:
             last[i] = n

@@ -70,8 +70,8 @@ class ParetoPoint:
 
     peak_bytes: int
     recompute_time_s: float
-    saved: tuple[int, ...]
-    roots: tuple[int, ...]
+    saved: tuple[int, ...] = field(repr=False)  # hundreds
+    roots: tuple[int, ...] = field(repr=False)
     mask: bytes = field(default=b"", repr=False)
 
 

@@ -11,6 +11,7 @@ from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 from ..config import OPTIMIZER_COPIES, ACConfig
+from ..graph.ahead import bytes_ahead, bytes_late
 from ..graph.collect import collect_facts
 from ..graph.cost import fx_node_time_s
 from ..graph.devices import DeviceSpec, Link
@@ -20,7 +21,7 @@ from ..sharding.apply import LocalGraph
 from .budget import budget_wishes, pareto, preference_note
 from .collectives import parameter_chains
 from .default import default_saved, warn_of_pytorchs_budget
-from .evaluate import Evaluator
+from .evaluate import Evaluator, Outcome
 from .hints import ResolvedHints, root_of, rule_wishes, wishes_for_values
 from .merge import decide
 from .pareto import ParetoPoint
@@ -51,7 +52,12 @@ class Recompute:
     @cached_property
     def profile_without_ac(self) -> Profile:
         """What is predicted with `enable=False`."""
-        return _profile(self.facts, self.off())[1]
+        return profile(self.facts, self.saved_without_ac)
+
+    @cached_property
+    def saved_without_ac(self) -> tuple[int, ...]:
+        """What is kept with `enable=False`."""
+        return closure(self.facts, _actions(self.off()))[0]
 
 
 def plan_recompute(
@@ -260,10 +266,22 @@ def pareto_of(facts: Facts, plan: RecomputePlan, depth: int = 4) -> tuple[Pareto
     return pareto(_with_room(facts), fixed, depth=depth)
 
 
+def least_recomputed(facts: Facts, plan: RecomputePlan) -> Outcome:
+    """What is predicted where all is kept that nothing binding recomputes, as under a budget with room.
+
+    Args:
+        facts, plan: as for `pareto_of`.
+    """
+    fixed = {i: d.action for i, d in plan.decisions.items() if d.origin < Origin.AUTO}
+    evaluate = _evaluator(_with_room(facts), fixed, {})
+    return evaluate(b"\1" * len(evaluate.free))
+
+
 def _with_room(facts: Facts) -> Facts:
-    """What is gathered ahead counted as held throughout: the search knows no order but its own."""
-    ahead = facts.prefetch_bytes or 0
-    return replace(facts, parameter_bytes=facts.parameter_bytes + ahead, prefetch_bytes=None)
+    """What is gathered ahead or scattered late counted as held throughout: the search knows no order but
+    its own."""
+    held = facts.parameter_bytes + bytes_ahead(facts) + bytes_late(facts)
+    return replace(facts, parameter_bytes=held, prefetch_bytes=None)
 
 
 def _with_optimizer(facts: Facts, optimizer: str | None, trained: Collection[str]) -> Facts:

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import cast
 
 from ..capture.names import block_of_path
 from ..config import ACConfig
 from ..graph.facts import Facts
 from ..policies import Rule
-from .carry import carry
-from .catalog import Captured, matched, selected
+from .carry import carry, is_inserted, root_of
+from .catalog import Captured, by_name, matched, selected
 from .messages import module_unmatched, siblings, unmatched
 from .plan import Action, Origin, Wish
 
@@ -46,8 +45,12 @@ def rule_wishes(
     covered = {rule: [v for v in catalog if rule.covers(v.module)] for rule in rules}
     covered_moves = {rule: [v for v in moves if rule.covers(v.module)] for rule in rules}
     chosen: dict[Rule, tuple[Captured, ...]] = {}
+    entries = by_name(catalog)
     for rule in rules:
         chosen[rule] = _chosen(rule, covered[rule], covered_moves[rule])
+        for value in _entering(rule, covered[rule], entries):
+            wish = Wish("save", Origin.RULE, f'rule "{rule}" keeps what enters', prefer=rule.prefer)
+            asked[value.name].append((rule, wish))
         for value in chosen[rule]:
             if value.base:
                 asked[value.base].append((rule, _wish(rule, value, rule in written)))
@@ -56,6 +59,11 @@ def rule_wishes(
     for name, index in inserted.items():
         if name in wishes:
             carried[index] = tuple(dict.fromkeys((*wishes[name], *carried.get(index, ()))))
+    for rule in rules:
+        if rule.action == "checkpoint":  # what moves in it is in it, but for the end of what enters
+            for index in _moving(facts, frozenset(v.name for v in covered[rule])):
+                wish = Wish("recompute", Origin.RULE, f'rule "{rule}"', prefer=rule.prefer)
+                carried[index] = tuple(dict.fromkeys((*carried.get(index, ()), wish)))
     holders = {base: said[0][0] for base, said in asked.items()}
     left = [
         v for v in (*catalog, *moves)
@@ -78,6 +86,34 @@ def _chosen(
     return (*selected(rule.selector, values), *selected(rule.selector, moves))
 
 
+def _entering(
+    rule: Rule, values: Sequence[Captured], entries: Mapping[str, Captured]
+) -> tuple[Captured, ...]:
+    """Of a rule that checkpoints what its modules read and others make, each call of one by itself."""
+    if rule.action != "checkpoint":
+        return ()
+    calls = {v.name: _call(rule, v) for v in entries.values()}
+    read = {r: None for v in values for r in v.reads if calls[r] != calls[v.name]}
+    return tuple(entries[name] for name in read)
+
+
+def _call(rule: Rule, value: Captured) -> str | None:
+    path = rule.instance(value.module)
+    return None if path is None else dict(value.calls).get(path, path)
+
+
+def _moving(facts: Facts, served: frozenset[str]) -> list[int]:
+    """What redistributions make for these captured values; gathers of parameters have a contract."""
+    return [
+        v.index
+        for v in facts.forward
+        if is_inserted(v)
+        and not v.parameter
+        and v.serves in served
+        and root_of(facts, v.index) == v.index
+    ]
+
+
 def _speaks_of(rule: Rule, value: Captured) -> bool:
     return rule.selector is None or bool(matched(rule.selector, (value,)))
 
@@ -86,7 +122,11 @@ def _wish(rule: Rule, value: Captured, written: bool) -> Wish:
     reason = f'rule "{rule}"' if written else f"ACConfig {rule.action}s {rule.selector}"
     if value.is_view:
         reason += ", on a view of it"
-    return Wish(cast(Action, rule.action), Origin.RULE, reason, prefer=rule.prefer)
+    return Wish(_action(rule), Origin.RULE, reason, prefer=rule.prefer)
+
+
+def _action(rule: Rule) -> Action:
+    return "save" if rule.action == "save" else "recompute"
 
 
 def _told(
@@ -100,7 +140,7 @@ def _told(
 ) -> list[str]:
     if not here and everything:
         return [module_unmatched(rule, everything)]
-    action = cast(Action, rule.action)
+    action = _action(rule)
     where = f'rule "{rule}"' if written else "ACConfig"
     place = "the model" if not rule.module else "its modules"
     messages = []

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..config import OPTIMIZER_COPIES
+from ..config import OPTIMIZER_COPIES, ACConfig
 from ..errors import ConfigError
 from ..graph.devices import DeviceSpec, find_device
 from ..graph.facts import Facts
-from ..graph.timeline import Timeline, timeline
+from ..graph.timeline import Timeline, step_time, timeline
 from ..recompute.collectives import parameter_chains
+from ..recompute.evaluate import Outcome
+from ..recompute.pipeline import least_recomputed
 from ..recompute.plan import RecomputePlan
 from ..sharding.plan import ShardingPlan
 
@@ -25,6 +28,7 @@ class Basis:
         device: the described device.
         trained: names of the parameters that get a gradient.
         names: by a name that `checkpoint_name` gave, the captured values that have it.
+        config: the settings of AC that the plan was made with.
     """
 
     facts: Facts
@@ -33,6 +37,38 @@ class Basis:
     device: DeviceSpec = field(default_factory=lambda: find_device("cpu"))
     trained: frozenset[str] = frozenset()
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    config: ACConfig = ACConfig()
+
+    @property
+    def devices(self) -> int:
+        """How many devices the mesh has."""
+        return math.prod(self.sharding.mesh_shape) if self.sharding else 1
+
+    @property
+    def where(self) -> str:
+        """Whose bytes are counted, in words."""
+        return "on one device" if self.devices == 1 else f"on each of {self.devices} devices"
+
+    @property
+    def usable_bytes(self) -> int:
+        """Nine tenths of the device's memory, what ``memory_budget="device"`` takes."""
+        return self.device.memory_bytes * 9 // 10
+
+    @property
+    def recompute_s(self) -> float:
+        """Predicted seconds of all that backward runs again in one step."""
+        return step_time(self.facts, self.plan.saved).recompute_s
+
+    @property
+    def least_recomputed(self) -> Outcome:
+        """What is predicted where all is kept that nothing binding recomputes."""
+        return least_recomputed(self.facts, self.plan)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Warnings and remarks: of the plan, of its budget, of the placements."""
+        budget = self.plan.budget.notes if self.plan.budget else ()
+        return (*self.plan.notes, *budget, *(self.sharding.notes if self.sharding else ()))
 
     def timeline(self, optimizer: str | None = None) -> Timeline:
         """Who holds memory at every step.

@@ -8,28 +8,24 @@ value which nobody reads there is neither.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from ..config import ACConfig
+from ..folding import fold_paths, unnumbered
 from ..graph.devices import DeviceSpec, find_device
 from ..graph.facts import Facts, Value
-from ..graph.liveness import backward_order
+from ..graph.timeline import step_time
 from ..recompute.hints import root_of
 from ..recompute.pipeline import Recompute
 from ..recompute.plan import Origin, RecomputePlan
 from ..sharding.plan import ShardingPlan
 from .basis import Basis
-from .fold import fold_paths, unnumbered
-from .values import UNREAD, ACReport, ModuleRow, Reason, SavedValue, SetAside
+from .explain import explained, run_again
+from .rows import UNREAD, ModuleRow, Reason, SetAside
+from .values import ACReport
 
-__all__ = [
-    "ACReport",
-    "ModuleRow",
-    "Reason",
-    "SavedValue",
-    "SetAside",
-    "build_report",
-    "make_report",
-]
+__all__ = ["ACReport", "ModuleRow", "Reason", "SetAside", "build_report", "make_report"]
 
 
 def build_report(
@@ -38,12 +34,16 @@ def build_report(
     *,
     device: DeviceSpec | None = None,
     names: Mapping[str, tuple[str, ...]] | None = None,
+    inputs: tuple[str, ...] = (),
+    config: ACConfig | None = None,
 ) -> ACReport:
     """Report on the outcome of the recompute part.
 
     Args:
         device: that times were predicted for.
         names: by a name that `checkpoint_name` gave, the captured values that have it.
+        inputs: each with its global shape.
+        config: the settings of AC that it came of, the defaults where None.
     """
     results = recompute.local.results
     return make_report(
@@ -54,9 +54,12 @@ def build_report(
         peak_without_ac_bytes=recompute.profile_without_ac.peak_bytes,
         kept_bytes=recompute.profile.kept_bytes,
         kept_without_ac_bytes=recompute.profile_without_ac.kept_bytes,
+        saved_without_ac=recompute.saved_without_ac,
         device=device,
         trained=frozenset(p.name for p in results if p is not None and p.kind == "gradient"),
         names=names,
+        inputs=inputs,
+        config=config,
     )
 
 
@@ -69,12 +72,24 @@ def make_report(
     peak_without_ac_bytes: int,
     kept_bytes: int,
     kept_without_ac_bytes: int,
+    saved_without_ac: Sequence[int] = (),
     device: DeviceSpec | None = None,
     trained: frozenset[str] = frozenset(),
     names: Mapping[str, tuple[str, ...]] | None = None,
+    inputs: tuple[str, ...] = (),
+    config: ACConfig | None = None,
 ) -> ACReport:
     """Report on a recompute plan from frozen values alone."""
-    again = frozenset(i for i in backward_order(facts, plan.saved) if i in plan.decisions)
+    basis = Basis(
+        facts,
+        plan,
+        sharding,
+        device or find_device("cpu"),
+        trained,
+        names or {},
+        config or ACConfig(),
+    )
+    again = run_again(basis)
     modules: dict[str, list[Value]] = {}
     for value in facts.forward:
         modules.setdefault(value.module, []).append(value)
@@ -93,12 +108,8 @@ def make_report(
     return ACReport(
         rows=_folded(rows),
         set_aside=_set_aside(facts, plan),
-        notes=(
-            *plan.notes,
-            *(plan.budget.notes if plan.budget else ()),
-            *(sharding.notes if sharding else ()),
-        ),
-        saved=tuple(_saved_value(facts, plan, i) for i in plan.saved),
+        notes=basis.notes,
+        saved=explained(basis, plan.saved, again),
         stage_bytes=plan.stage_bytes,
         budget_bytes=plan.budget.budget_bytes if plan.budget else None,
         budget_gap=plan.budget.gap if plan.budget else None,
@@ -106,25 +117,10 @@ def make_report(
         kept_without_ac_bytes=kept_without_ac_bytes,
         peak_bytes=peak_bytes,
         peak_without_ac_bytes=peak_without_ac_bytes,
-        recompute_s=sum(facts.values[i].time_s for i in sorted(again)),
-        step_s=sharding.objective_s if sharding else None,
-        basis=Basis(facts, plan, sharding, device or find_device("cpu"), trained, names or {}),
-    )
-
-
-def _saved_value(facts: Facts, plan: RecomputePlan, index: int) -> SavedValue:
-    value = facts.values[index]
-    decision = plan.decisions.get(index)
-    return SavedValue(
-        value.name,
-        value.captured_op or value.op,
-        value.module,
-        value.source,
-        value.shape,
-        value.dtype,
-        sum(facts.storage_bytes[s] for s in value.storages),
-        decision.origin.name.lower() if decision else "",
-        unnumbered(decision.reason) if decision else "",
+        time=step_time(facts, plan.saved),
+        time_without_ac=step_time(facts, saved_without_ac),
+        inputs=inputs,
+        basis=basis,
     )
 
 
@@ -152,6 +148,8 @@ def _reasons(
         families[root_of(facts, value.index)].append(value.index)
     counts: dict[str, Counter[tuple[str, str, str]]] = defaultdict(Counter)
     for root, members in families.items():
+        if not any(facts.values[i].bytes for i in members):
+            continue  # a view of an input: kept or made again, it takes nothing
         decision = plan.decisions[members[0]]
         origin, reason = decision.origin.name.lower(), unnumbered(decision.reason)
         if not saved.isdisjoint(members):
@@ -176,16 +174,14 @@ def _reasons(
 def _folded(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
     rows = list(rows)
     keys = [(r.module, (r.saved_bytes, r.recomputed_bytes, frozenset(r.reasons))) for r in rows]
-    return tuple(
-        ModuleRow(
-            path,
-            len(members),
-            rows[members[0]].saved_bytes,
-            rows[members[0]].recomputed_bytes,
-            rows[members[0]].reasons,
+    folded = []
+    for path, members in fold_paths(keys):
+        one, count = rows[members[0]], len(members)
+        reasons = tuple(replace(r, values=r.values * count) for r in one.reasons)
+        folded.append(
+            ModuleRow(path, count, one.saved_bytes * count, one.recomputed_bytes * count, reasons)
         )
-        for path, members in fold_paths(keys)
-    )
+    return tuple(folded)
 
 
 def _set_aside(facts: Facts, plan: RecomputePlan) -> tuple[SetAside, ...]:

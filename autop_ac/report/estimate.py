@@ -8,17 +8,16 @@ tenth of the device's memory that counts as not usable.
 from __future__ import annotations
 
 import html
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..folding import fold_paths
 from ..graph.facts import Value
 from ..graph.timeline import HOLDERS, StepTime, Timeline, phase_of, step_time
-from .basis import Basis
-from .fold import fold_paths
-from .text import duration, size, table_html, table_text
+from .basis import Basis, optimizer_bytes
+from .text import duration, size, table_html, table_text, wrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +51,11 @@ class Estimate:
         fits: whether the peak is at most `usable_bytes`.
         peak_bytes: most bytes alive at once.
         peak_at: what runs at the peak, in words.
-        holdings: who holds the peak; they sum to `peak_bytes`.
-        optimizer: whose state was asked for; None for the state that the settings name.
+        holdings: who holds the peak, the biggest first; they sum to `peak_bytes`.
+        optimizer: whose state is counted; None where neither the call nor the settings name one.
         time: seconds of computation, recomputation and communication.
+        advice: a setting that would recompute less, where the device has room; ``""`` for none.
+        notes: warnings and remarks on the plan and on the placements.
     """
 
     device: str
@@ -67,6 +68,8 @@ class Estimate:
     holdings: tuple[Holding, ...]
     optimizer: str | None
     time: StepTime
+    advice: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -79,43 +82,82 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate in plain values that JSON can hold."""
-        return {**asdict(self), "holdings": [asdict(h) for h in self.holdings]}
+        lists = {"holdings": [asdict(h) for h in self.holdings], "notes": list(self.notes)}
+        return {**asdict(self), **lists}
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, and what is not counted for that."""
+        fits = "fits" if self.fits else "DOES NOT FIT"
+        if self.optimizer is not None:
+            return f"{fits}, state of {self.optimizer} counted"
+        return f'{fits}; optimizer state not counted: estimate(optimizer="adamw")'
 
     def __str__(self) -> str:
-        table = table_text(_HEADINGS, self._cells(), right=(2, 3, 4))
-        return "\n".join((*self._summary(), table, *self._times()))
+        table = table_text(_HEADINGS, self._cells(), right=(1, 2, 3))
+        return "\n".join((*self._summary(), table, *self._times(), *self._remarks()))
 
     def _repr_html_(self) -> str:
-        lines = "<br>".join(map(html.escape, (*self._summary(), *self._times())))
-        return f"<p>{lines}</p>{table_html(_HEADINGS, self._cells())}"
+        above, below = ("\n".join(lines) for lines in (self._summary(), self._times()))
+        remarks = "".join(f"<p>{html.escape(' '.join(r.split()))}</p>" for r in self._remarks())
+        table = table_html(_HEADINGS, self._cells())
+        return f"<pre>{html.escape(above)}</pre>{table}<pre>{html.escape(below)}</pre>{remarks}"
 
     def _summary(self) -> list[str]:
         of = "on one device" if self.devices == 1 else f"on each of {self.devices} devices"
-        fits = "fits" if self.fits else "DOES NOT FIT"
         return [
             f"Estimate {of} ({self.device}, {size(self.device_bytes)})",
-            f"  predicted peak {size(self.peak_bytes)}, usable {size(self.usable_bytes)}: {fits}",
-            f"  at the peak runs {self.peak_at}; there is held:",
+            wrapped(
+                f"  predicted peak {size(self.peak_bytes)}, usable {size(self.usable_bytes)}: {self.verdict}"
+            ),
+            wrapped(f"  at the peak runs {self.peak_at}; held at that moment:"),
         ]
 
     def _cells(self) -> list[tuple[str, ...]]:
         cells: list[tuple[str, ...]] = []
-        for h in self.holdings:
-            module = (h.module or "(root)") if h.holder == "saved activations" else ""
-            share = f"{h.bytes / self.peak_bytes:.1%}" if self.peak_bytes else ""
-            cells.append((h.holder, module, str(h.layers) if module else "", size(h.bytes), share))
+        small: list[Holding] = []
+
+        def add(name: str, layers: str, count: int) -> None:
+            share = f"{count / self.peak_bytes:.1%}" if self.peak_bytes else ""
+            cells.append((name, layers, size(count), share))
+
+        for holder in dict.fromkeys(h.holder for h in self.holdings):
+            total = self.bytes_of(holder)
+            rows = [h for h in self.holdings if h.holder == holder]
+            if total * _SMALL < self.peak_bytes:
+                small += rows
+                continue
+            add(holder, "", total)
+            for h in rows if holder == _SAVED else ():
+                if h.bytes * _SMALL < self.peak_bytes:
+                    small.append(h)
+                else:
+                    add(f"  {h.module or '(root)'}", str(h.layers), h.bytes)
+        if small:
+            cells.append((f"{len(small)} more", "", size(sum(h.bytes for h in small)), ""))
         return cells
 
     def _times(self) -> list[str]:
         t = self.time
-        return [
-            f"  predicted step {duration(t.step_s)}: computation {duration(t.compute_s)}, "
-            f"recomputation {duration(t.recompute_s)},",
-            f"    exposed communication {duration(t.exposed_s)} of {duration(t.communication_s)}",
-        ]
+        step = (
+            f"  predicted step {duration(t.step_s)}: computation {duration(t.compute_s)}, recomputed "
+            f"operators {duration(t.recompute_operators_s)}, waiting for collectives "
+            f"{duration(t.exposed_s)} of {duration(t.communication_s)}"
+        )
+        again = (
+            f"  recomputation {duration(t.recompute_s)}: operators {duration(t.recompute_operators_s)}, "
+            f"collectives {duration(t.recompute_communication_s)}"
+        )
+        return [wrapped(step), *([wrapped(again)] if t.recompute_communication_s else [])]
+
+    def _remarks(self) -> list[str]:
+        advice = [f"room: {self.advice}"] if self.advice else []
+        return [wrapped(line) for line in (*advice, *(f"note: {n}" for n in self.notes))]
 
 
-_HEADINGS = ("held by", "module", "layers", "bytes", "share")
+_SAVED = "saved activations"
+_SMALL = 1000  # what is less than this part of the peak has no row of its own
+_HEADINGS = ("held by", "layers", "bytes", "share")
 
 
 def estimate(basis: Basis, optimizer: str | None = None) -> Estimate:
@@ -131,19 +173,48 @@ def estimate(basis: Basis, optimizer: str | None = None) -> Estimate:
     line = basis.timeline(optimizer)
     holdings = _holdings(basis, line)
     peak = sum(h.bytes for h in holdings)
-    usable = basis.device.memory_bytes * 9 // 10
+    usable = basis.usable_bytes
     return Estimate(
         device=basis.device.name,
         device_bytes=basis.device.memory_bytes,
         usable_bytes=usable,
-        devices=math.prod(basis.sharding.mesh_shape) if basis.sharding else 1,
+        devices=basis.devices,
         fits=peak <= usable,
         peak_bytes=peak,
         peak_at=step_in_words(basis, line, line.peak_step),
         holdings=holdings,
-        optimizer=optimizer,
+        optimizer=optimizer or basis.config.optimizer,
         time=step_time(basis.facts, basis.plan.saved),
+        advice=_advice(basis, optimizer, peak, usable),
+        notes=basis.notes,
     )
+
+
+def _advice(basis: Basis, optimizer: str | None, peak_bytes: int, usable_bytes: int) -> str:
+    """What the budget "device" would do where there is room; it counts the state of an optimizer."""
+    config = basis.config
+    now_s = basis.recompute_s
+    if not config.enable or config.budget == "device" or not now_s or peak_bytes >= usable_bytes:
+        return ""
+    least = basis.least_recomputed
+    if least.time_s > now_s * _WORTH:
+        return ""  # what is recomputed binds: the contract, hints, rules
+    counted = optimizer or config.optimizer or "adamw"
+    held = optimizer_bytes(basis.facts, basis.trained, config.optimizer) if config.optimizer else 0
+    peak = least.peak_bytes - held + optimizer_bytes(basis.facts, basis.trained, counted)
+    setting = f'memory_budget="device", optimizer="{counted}"'
+    if peak > usable_bytes:
+        return (
+            f"{size(usable_bytes - peak_bytes)} are not used: {setting} in configure_ac recomputes as "
+            f"little as fits, which may be less than {duration(now_s)} a step"
+        )
+    return (
+        f"{setting} in configure_ac would recompute {duration(least.time_s)} a step, not "
+        f"{duration(now_s)}, at a peak of {size(peak)}, that state counted"
+    )
+
+
+_WORTH = 0.99  # of the recompute time: what would save less is not told
 
 
 def step_in_words(basis: Basis, line: Timeline, step: int) -> str:
@@ -161,14 +232,17 @@ def _holdings(basis: Basis, line: Timeline) -> tuple[Holding, ...]:
     spans = line.at(line.peak_step)
     found = []
     for holder in HOLDERS:
-        if holder == "saved activations":
+        if holder == _SAVED:
             saved = [(basis.facts.values[s.value], s.bytes) for s in spans if s.holder == holder]
             found += _by_module(saved)
             continue
         total = line.always.get(holder, 0) + sum(s.bytes for s in spans if s.holder == holder)
         if total:
             found.append(Holding(holder, "", 1, total))
-    return tuple(found)
+    sums: dict[str, int] = defaultdict(int)
+    for h in found:
+        sums[h.holder] += h.bytes
+    return tuple(sorted(found, key=lambda h: (-sums[h.holder], h.holder, -h.bytes)))
 
 
 def _by_module(saved: Sequence[tuple[Value, int]]) -> list[Holding]:
@@ -177,6 +251,6 @@ def _by_module(saved: Sequence[tuple[Value, int]]) -> list[Holding]:
         sums[value.module] += count
     rows = list(sums.items())
     return [
-        Holding("saved activations", path, len(members), sum(rows[i][1] for i in members))
+        Holding(_SAVED, path, len(members), sum(rows[i][1] for i in members))
         for path, members in fold_paths(rows)
     ]

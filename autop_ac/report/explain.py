@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ..errors import ConfigError, UsageError
+from ..folding import fold_paths, unnumbered
 from ..graph.facts import Facts, Value
 from ..graph.liveness import backward_order
 from ..policies import module_matches
@@ -21,7 +22,6 @@ from ..recompute.hints import root_of
 from ..recompute.plan import Decision, Wish
 from ..recompute.verify import must_be_saved
 from .basis import Basis
-from .fold import fold_paths, unnumbered
 from .text import duration, size, wrapped
 
 Fate = Literal["saved", "recomputed", "unread"]
@@ -29,7 +29,7 @@ Fate = Literal["saved", "recomputed", "unread"]
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """What becomes of one forward value, and why.
+    """What becomes of one forward value, and why; reports and answers are made of these.
 
     Attributes:
         name, op: of the local graph's node; op is the user's operator where sharding rewrote it.
@@ -130,27 +130,43 @@ def explain(basis: Basis, asked: str) -> Explanation:
         UsageError: nothing is called so; the nearest names are told.
     """
     about, indices = _meant(basis, asked)
-    facts, saved = basis.facts, frozenset(basis.plan.saved)
-    again = {
-        i for i in backward_order(facts, basis.plan.saved) if facts.values[i].side == "forward"
-    }
+    facts, saved, again = basis.facts, frozenset(basis.plan.saved), run_again(basis)
     if about == "module":  # items of a tuple that are kept stand for it
         indices = [i for i in indices if i in saved or facts.values[i].follows is None]
     elif about != "parameter":  # what a view views holds the bytes, and is what is kept
         roots = {root_of(facts, i) for i in indices if i not in saved}
         indices = sorted({*indices, *(r for r in roots if r in saved or r in again)})
-    values = [_explained(basis, i, saved, again) for i in indices]
+    values = explained(basis, indices, again)
     kept = {s for i in indices if i in saved for s in facts.values[i].storages}
     rerun = [facts.values[i] for i in indices if i in again]
     return Explanation(
         asked,
         about,
         _placements(basis, asked) if about == "parameter" else "",
-        tuple(values),
+        values,
         sum(facts.storage_bytes[s] for s in kept),
         sum(v.bytes for v in rerun),
         sum(v.time_s for v in rerun),
     )
+
+
+def run_again(basis: Basis) -> frozenset[int]:
+    """The forward values that backward computes again."""
+    order = backward_order(basis.facts, basis.plan.saved)
+    return frozenset(i for i in order if basis.facts.values[i].side == "forward")
+
+
+def explained(
+    basis: Basis, indices: Iterable[int], again: Collection[int]
+) -> tuple[Explained, ...]:
+    """What becomes of forward values.
+
+    Args:
+        indices: of the values.
+        again: of those that backward computes again, see `run_again`.
+    """
+    saved = frozenset(basis.plan.saved)
+    return tuple(_explained(basis, i, saved, again) for i in indices)
 
 
 def _meant(basis: Basis, asked: str) -> tuple[str, list[int]]:

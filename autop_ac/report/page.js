@@ -37,10 +37,21 @@
   };
   const short = (count) => bytes(count).replace(/\.00 /, " ").replace(/(\.\d)0 /, "$1 ");
 
-  const table = (headings, rows, numeric) => el("table", {}, [
-    el("thead", {}, el("tr", {}, headings.map((h, i) => el("th", numeric.includes(i) ? { class: "num" } : {}, h)))),
-    el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((c, i) => el("td", numeric.includes(i) ? { class: "num" } : {}, c))))),
-  ]);
+  // a dotted name, which may go on in the next line behind a dot and nowhere else
+  const path = (name) => el("span", { class: "path" }, name.split(/(?<=\.)/).flatMap((part, i) => [...(i ? [el("wbr")] : []), el("span", {}, part)]));
+  const times = (count) => el("span", { class: "soft" }, count > 1 ? `\u00a0x\u00a0${count}` : "");
+  const glued = (text) => text.replace(/(\d) (?=[A-Za-z]+\b)/g, "$1\u00a0"); // no unit without its number
+
+  // as wide as there is room, so that letters keep their size
+  const width = (node, most) => {
+    const style = getComputedStyle(node);
+    return Math.max(300, Math.min(most, node.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight)));
+  };
+  const drawn = [];
+  const draw = (holder, most, make) => {
+    const fit = () => holder.replaceChildren(...[].concat(make(width(holder.closest("section"), most))));
+    drawn.push(fit);
+  };
 
   // head and tiles
 
@@ -49,30 +60,32 @@
   main.append(el("header", {}, [
     el("h1", {}, "Memory and time of one training step"),
     el("span", { class: `pill ${estimate.fits ? "fits" : "over"}`, id: "verdict" },
-      estimate.fits ? `fits ${estimate.device}` : `does not fit ${estimate.device}`),
+      `${estimate.fits ? "fits" : "does not fit"} ${estimate.device}`),
+    el("span", { class: "soft", id: "counted" }, estimate.optimizer === null ? "optimizer state not counted" : `state of ${estimate.optimizer} counted`),
     el("span", { class: "soft" }, [
       data.mesh ? `mesh ${data.mesh.axes.map((a, i) => `${a}=${data.mesh.shape[i]}`).join(" x ")}, ` : "one device, ",
       `${bytes(estimate.device_bytes)} each, ${bytes(estimate.usable_bytes)} of them usable`,
     ].join("")),
   ]));
   const tile = (label, value, more) => el("div", { class: "tile" }, [
-    el("div", { class: "label" }, label), el("div", { class: "value" }, value), el("div", { class: "more" }, more),
+    el("div", { class: "label" }, label), el("div", { class: "value" }, value), el("div", { class: "more" }, more.map((text) => el("div", {}, glued(text)))),
   ]);
   const how = report.budget_bytes !== null ? `a budget of ${bytes(report.budget_bytes)}`
-    : report.stage_bytes !== null ? `stages of ${bytes(report.stage_bytes)}` : "no stages";
+    : report.stage_bytes !== null ? `stages of ${bytes(report.stage_bytes)}` : data.enabled ? "no stages" : "off";
   const time = estimate.time;
   main.append(el("div", { class: "tiles" }, [
-    tile("predicted peak", bytes(estimate.peak_bytes), `without AC ${bytes(report.peak_without_ac_bytes)}`),
-    tile("kept for backward", bytes(report.kept_bytes), `without AC ${bytes(report.kept_without_ac_bytes)}`),
-    tile("predicted step", seconds(estimate.step_s), `computation ${seconds(time.compute_s)}`),
-    tile("recomputation", seconds(report.recompute_s), `with gathers; ${how}`),
-    tile("exposed communication", seconds(time.exposed_s), `of ${seconds(time.communication_s)} in all`),
+    tile("predicted peak", bytes(estimate.peak_bytes), [`without AC ${bytes(report.peak_without_ac_bytes)}`]),
+    tile("saved for backward", bytes(report.kept_bytes), [`without AC ${bytes(report.kept_without_ac_bytes)}`, how]),
+    tile("predicted step", seconds(estimate.step_s), [`without AC ${seconds(data.step_without_ac_s)}`, `computation ${seconds(time.compute_s)}`]),
+    tile("recomputation", seconds(report.recompute_s), [
+      `operators ${seconds(time.recompute_s - time.recompute_communication_s)}`, `collectives ${seconds(time.recompute_communication_s)}`]),
+    tile("waiting for collectives", seconds(time.exposed_s), [`of ${seconds(time.communication_s)} that they take`]),
   ]));
 
   // live bytes over forward and backward
 
-  const stack = (memory) => {
-    const [W, H, L, R, T, B] = [1080, 380, 72, 14, 34, 46];
+  const stack = (memory, W) => {
+    const [H, L, R, T, B] = [W < 600 ? 280 : 380, 66, 10, 34, 46];
     const names = Object.keys(memory.holders);
     const totals = memory.steps.map((_, i) => names.reduce((sum, n) => sum + memory.holders[n][i], 0));
     const measured = memory.measured || [];
@@ -121,7 +134,7 @@
     if (memory.peak >= 0) {
       const px = (edges[memory.peak][0] + edges[memory.peak][1]) / 2;
       const py = y(totals[memory.peak]);
-      const anchor = px > W - 130 ? "end" : px < 200 ? "start" : "middle";
+      const anchor = px > W - 80 ? "end" : px < L + 80 ? "start" : "middle";
       root.append(svg("circle", { cx: px, cy: py, r: 4.5, style: "fill: var(--card); stroke: var(--ink); stroke-width: 2", id: "peak" }));
       root.append(svg("text", { x: px, y: py - 10, "text-anchor": anchor, class: "strong halo" }, `peak ${bytes(totals[memory.peak])}`));
     }
@@ -152,30 +165,46 @@
   const live = el("section", { id: "memory" }, [
     el("h2", {}, "Live bytes of one device"),
     el("p", { class: "note" }, `At the peak runs ${estimate.peak_at}. The strip below shows what runs: forward in light grey, backward in dark grey, recomputation in orange.`),
-    el("div", { class: "wide" }, []),
+    el("div", {}, []),
   ]);
-  live.lastChild.append(...(data.memory.steps.length ? stack(data.memory) : ["nothing is computed"]));
+  draw(live.lastChild, 1080, (W) => (data.memory.steps.length ? stack(data.memory, W) : ["nothing is computed"]));
   if (data.beside) live.append(el("pre", {}, data.beside));
   main.append(live);
 
   // who holds the peak, and the curve
 
+  // a holder with all it holds, below it the modules of saved activations; what is tiny has no row
+  const tiny = (count) => count * 1000 < estimate.peak_bytes;
+  const held = [];
+  let rest = 0;
+  for (const holder of new Set(estimate.holdings.map((h) => h.holder))) {
+    const own = estimate.holdings.filter((h) => h.holder === holder);
+    const total = own.reduce((sum, h) => sum + h.bytes, 0);
+    if (tiny(total)) { rest += total; continue; }
+    held.push({ holder, bytes: total });
+    if (holder === "saved activations") held.push(...own.filter((h) => !tiny(h.bytes)).map((h) => ({ ...h, inside: true })));
+  }
+  const longest = Math.max(...held.map((h) => h.bytes));
+  const name = (h) => (h.inside
+    ? [path(h.module || "(root)"), times(h.layers)]
+    : [el("span", { class: "swatch", style: `background: ${colour(h.holder)}` }), ` ${h.holder}`]);
   const holdings = el("section", { id: "holdings" }, [
     el("h2", {}, "Who holds the peak"),
-    el("div", { class: "scroll" }, table(["", "", "bytes", "share", ""], estimate.holdings.map((h) => [
-      el("span", { class: "swatch", style: `background: ${colour(h.holder)}` }),
-      h.holder === "saved activations"
-        ? el("span", {}, [`${h.holder} of `, el("span", { class: "path" }, h.module || "(root)"), h.layers > 1 ? el("span", { class: "soft" }, ` (${h.layers} alike)`) : ""])
-        : h.holder,
-      bytes(h.bytes), percent(h.bytes, estimate.peak_bytes),
-      el("div", { class: "bar", style: `width: ${(90 * h.bytes) / Math.max(...estimate.holdings.map((o) => o.bytes))}px; background: ${colour(h.holder)}` }),
-    ]), [2, 3])),
+    el("table", {}, [
+      el("thead", {}, el("tr", {}, [el("th"), el("th", { class: "num" }, "bytes"), el("th", { class: "num" }, "share"), el("th", { class: "bars" })])),
+      el("tbody", {}, held.map((h) => el("tr", {}, [
+        el("td", { class: h.inside ? "inside" : "" }, name(h)),
+        el("td", { class: "num" }, bytes(h.bytes)), el("td", { class: "num" }, percent(h.bytes, estimate.peak_bytes)),
+        el("td", { class: "bars" }, el("div", { class: "bar", style: `width: ${(80 * h.bytes) / longest}px; background: ${colour(h.holder)}; opacity: ${h.inside ? 0.55 : 1}` })),
+      ]))),
+    ]),
+    el("p", { class: "note" }, rest ? `and others, ${bytes(rest)} together` : ""),
   ]);
 
-  const curve = (points) => {
+  const curve = (points, W) => {
     const chosen = { peak: report.peak_bytes, time: report.recompute_s };
     const all = [...points, chosen];
-    const [W, H, L, R, T, B] = [500, 330, 66, 18, 20, 48];
+    const [H, L, R, T, B] = [330, 62, 14, 20, 48];
     const low = Math.min(...all.map((p) => p.peak));
     const high = Math.max(...all.map((p) => p.peak));
     const pad = (high - low || high || 1) * 0.06;
@@ -187,7 +216,8 @@
       root.append(svg("line", { class: "grid", x1: L, x2: W - R, y1: y(t), y2: y(t) }));
       root.append(svg("text", { x: L - 8, y: y(t) + 4, "text-anchor": "end" }, t ? seconds(t).replace(/\.?0+ /, " ") : "0"));
     }
-    for (const b of [low, (low + high) / 2, high]) {
+    const marks = bytes(low) === bytes(high) ? [(low + high) / 2] : [low, (low + high) / 2, high];
+    for (const b of marks) {
       root.append(svg("text", { x: x(b), y: H - B + 18, "text-anchor": b === high ? "end" : b === low ? "start" : "middle" }, bytes(Math.round(b))));
     }
     root.append(svg("text", { x: (L + W - R) / 2, y: H - 8, "text-anchor": "middle" }, "predicted peak"));
@@ -205,9 +235,9 @@
   };
   const trade = el("section", { id: "pareto" }, [
     el("h2", {}, "Peak against recompute time"),
-    el("p", { class: "note" }, "The least recomputation found for each peak, under the hints and rules in force. A budget picks a point of it."),
+    el("p", { class: "note" }, "The least recomputation found for each peak, under the hints and rules in force. memory_budget picks a point of it."),
   ]);
-  if (data.pareto.length) trade.append(curve(data.pareto));
+  if (data.pareto.length) draw(trade.appendChild(el("div")), 560, (W) => curve(data.pareto, W));
   main.append(el("div", { class: "pair" }, data.pareto.length ? [holdings, trade] : [holdings]));
 
   // modules, as a tree that folds
@@ -223,8 +253,8 @@
   }
   const sums = (node) => {
     const own = node.row || { layers: 0, saved_bytes: 0, recomputed_bytes: 0 };
-    node.saved = own.layers * own.saved_bytes;
-    node.again = own.layers * own.recomputed_bytes;
+    node.saved = own.saved_bytes;
+    node.again = own.recomputed_bytes;
     for (const child of node.children.values()) {
       sums(child);
       node.saved += child.saved;
@@ -234,7 +264,7 @@
   sums(tree);
   const most = Math.max(1, ...[...tree.children.values(), tree].map((n) => Math.max(n.saved, n.again)));
   const body = el("tbody");
-  const add = (node, path, depth, parents) => {
+  const add = (node, depth, parents) => {
     // a chain without rows of its own is one line
     let name = node.name || "(whole model)";
     while (depth && !node.row && node.children.size === 1) {
@@ -245,13 +275,13 @@
     const toggle = node.children.size
       ? el("button", { class: "toggle", "aria-expanded": String(open.value), "aria-label": `fold ${name}` }, open.value ? "\u25be" : "\u25b8")
       : el("span", { class: "leaf" });
-    const reasons = node.row ? node.row.reasons.map((r) => el("div", {}, `${r.values} ${r.action}: ${r.reason} (${r.origin})`)) : [];
+    if (!node.saved && !node.again) return;
+    const reasons = node.row ? node.row.why.map((words) => el("div", {}, words)) : [];
     const bar = (count, holder) => el("div", { class: "bar", style: `width: ${count ? Math.max((70 * count) / most, 2) : 0}px; min-width: 0; background: ${colour(holder)}` });
     const line = el("tr", {}, [
-      el("td", { style: `padding-left: ${depth * 16}px` }, [toggle, el("span", { class: "path" }, name)]),
-      el("td", { class: "num" }, node.row && node.row.layers > 1 ? `${node.row.layers} x` : ""),
-      el("td", { class: "num" }, bytes(node.saved)), el("td", {}, bar(node.saved, "saved activations")),
-      el("td", { class: "num" }, bytes(node.again)), el("td", {}, bar(node.again, "recomputed")),
+      el("td", { style: `padding-left: ${depth * 16}px` }, [toggle, path(name), times(node.row ? node.row.layers : 1)]),
+      el("td", { class: "num" }, node.saved ? bytes(node.saved) : ""), el("td", { class: "bars" }, bar(node.saved, "saved activations")),
+      el("td", { class: "num" }, node.again ? bytes(node.again) : ""), el("td", { class: "bars" }, bar(node.again, "recomputed")),
       el("td", { class: "why" }, reasons),
     ]);
     body.append(line);
@@ -267,17 +297,17 @@
         lines.forEach((f) => f());
       });
     }
-    for (const child of node.children.values()) add(child, path, depth + 1, chain);
+    for (const child of node.children.values()) add(child, depth + 1, chain);
   };
   const lines = [];
-  add(tree, "", 0, []);
+  add(tree, 0, []);
   main.append(el("section", { id: "modules" }, [
     el("h2", {}, "Modules"),
-    el("p", { class: "note" }, "Bytes of one device, equal layers in one row; a row with children counts all below it."),
-    el("div", { class: "wide" }, el("table", {}, [
-      el("thead", {}, el("tr", {}, ["module", "layers", "saved", "", "recomputed", "", "why"].map((h, i) => el("th", [1, 2, 4].includes(i) ? { class: "num" } : {}, h)))),
+    el("p", { class: "note" }, "Bytes of one device in order of execution, equal layers together; saved at the end of forward. A row with children counts all below it."),
+    el("table", {}, [
+      el("thead", {}, el("tr", {}, ["module", "saved", "", "recomputed", "", "why"].map((h, i) => el("th", { class: ["", "num", "bars", "num", "bars", "why"][i] }, h)))),
       body,
-    ])),
+    ]),
   ]));
 
   // placements on the mesh
@@ -289,7 +319,7 @@
     const pick = (parameter, line) => {
       for (const other of document.querySelectorAll(".chosen")) other.classList.remove("chosen");
       if (line) line.classList.add("chosen");
-      caption.replaceChildren(el("span", { class: "path" }, parameter.name), `: ${parameter.placements.map((p, i) => `${p} along ${mesh.axes[i]}`).join(", ")}. Devices of one colour hold the same part.`);
+      caption.replaceChildren(path(parameter.name), `: ${parameter.placements.map((p, i) => `${p} along ${mesh.axes[i]}`).join(", ")}. Devices of one colour hold the same part.`);
       if (!mesh.drawn) return;
       const columns = mesh.shape[mesh.shape.length - 1];
       grid.style.gridTemplateColumns = `repeat(${columns}, minmax(14px, 1fr))`;
@@ -307,9 +337,9 @@
     };
     const rows = mesh.parameters.map((p) => {
       const line = el("tr", { class: "pick", tabindex: "0" }, [
-        el("td", { class: "path" }, p.name), el("td", { class: "num" }, p.count > 1 ? `${p.count} x` : ""),
+        el("td", {}, [path(p.name), times(p.count)]),
         ...p.placements.map((s) => el("td", {}, el("span", { class: `tag ${/^_?S/.test(s) ? "shard" : ""}` }, s))),
-        el("td", { class: "num" }, `[${p.local.join(", ")}]`), el("td", { class: "num" }, bytes(p.bytes)),
+        el("td", { class: "num shape" }, `[${p.local.join(", ")}]`), el("td", { class: "num" }, bytes(p.bytes)),
       ]);
       line.addEventListener("click", () => pick(p, line));
       line.addEventListener("keydown", (event) => { if (event.key === "Enter") pick(p, line); });
@@ -318,10 +348,10 @@
     const axes = mesh.axes.map((a, i) => `${a}=${mesh.shape[i]}`);
     main.append(el("section", { id: "mesh" }, [
       el("h2", {}, "Placements on the mesh"),
-      el("p", { class: "note" }, `S(0) is a shard of dim 0, R a replica. Predicted by the search: ${seconds(mesh.objective_s)} a step, within ${(100 * mesh.gap).toFixed(2)}% of the best. Pick a row to see which device holds what.`),
+      el("p", { class: "note" }, `S(0) is a shard of dim 0, R a replica. The search for placements counts nothing recomputed: its step of ${seconds(mesh.objective_s)} is within ${(100 * mesh.gap).toFixed(2)}% of the least. Pick a row to see which device holds what.`),
       el("div", { class: "columns" }, [
         el("div", { class: "scroll" }, el("table", {}, [
-          el("thead", {}, el("tr", {}, ["parameter", "", ...axes, "local shape", "bytes"].map((h, i) => el("th", i === 1 || i > axes.length + 1 ? { class: "num" } : {}, h)))),
+          el("thead", {}, el("tr", {}, ["parameter", ...axes, "local shape", "bytes"].map((h, i) => el("th", i > axes.length ? { class: i > axes.length + 1 ? "num" : "num shape" } : {}, h)))),
           el("tbody", {}, rows),
         ])),
         el("div", {}, [
@@ -337,9 +367,13 @@
   // notes, and hints that were set aside
 
   const remarks = [
+    ...(estimate.advice ? [`room: ${estimate.advice}`] : []),
     ...report.notes.map((n) => `note: ${n}`),
     ...report.set_aside.map((a) => `set aside: ${a.reason}${a.source ? ` (${a.source})` : ""}, on ${a.values.length} values of ${a.module || "(root)"}; decided by ${a.decided_by}`),
   ];
   if (remarks.length) main.append(el("section", { id: "remarks" }, [el("h2", {}, "Remarks"), el("ul", {}, remarks.map((r) => el("li", {}, r)))]));
+  const fit = () => drawn.forEach((make) => make());
+  fit();
+  window.addEventListener("resize", fit);
   document.documentElement.dataset.ready = "yes";
 })();

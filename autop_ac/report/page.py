@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from ..folding import fold_paths
 from ..graph.facts import Value
 from ..graph.timeline import Timeline, phase_of
 from ..recompute.pareto import ParetoPoint
@@ -20,9 +21,9 @@ from ..sharding.plan import ShardingPlan
 from .basis import Basis
 from .beside import beside
 from .estimate import estimate, step_in_words
-from .fold import fold_paths
 from .palette import COLOURS
 from .plots import measured_steps
+from .rows import in_words
 
 if TYPE_CHECKING:
     from .values import ACReport
@@ -83,10 +84,14 @@ def page_data(
     basis = report.basis
     expected = estimate(basis)
     plain = report.to_dict()
+    for row, made in zip(plain["rows"], report.rows, strict=True):
+        row["why"] = in_words(made.reasons)
     return {
         "title": _title(basis),
         "estimate": expected.to_dict() | {"step_s": expected.step_s},
         "report": {k: v for k, v in plain.items() if k not in ("saved", "estimate", "timeline")},
+        "enabled": basis.config.enable,
+        "step_without_ac_s": report.time_without_ac.step_s,
         "memory": _memory(basis, measured),
         "beside": str(beside(basis, measured)) if measured is not None else None,
         "pareto": [{"peak": p.peak_bytes, "time": p.recompute_time_s} for p in pareto],

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..folding import fold_paths
 from ..sharding.plan import ShardingPlan
-from .fold import fold_paths
 from .text import duration, table_text, wrapped
 
 
@@ -21,8 +21,11 @@ def plan_table(plan: ShardingPlan) -> str:
     return "\n".join(
         (
             f"Sharding plan on mesh {' x '.join(map(_axis, plan.axis_names, plan.mesh_shape))}",
-            f"  predicted step {duration(plan.objective_s)}: computation {duration(compute)}, "
-            f"collectives {duration(moving)}, of which {duration(plan.hidden_s)} run beside computation",
+            wrapped(
+                f"  step by the search, nothing recomputed: {duration(plan.objective_s)}: computation "
+                f"{duration(compute)}, collectives {duration(moving)}, of which {duration(plan.hidden_s)} "
+                "run beside computation"
+            ),
             f"  gap to the lower bound {plan.gap:.2%}",
             table_text(headings, cells, right=(1,)),
             *(wrapped(f"note: {note}") for note in plan.notes),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-WIDTH = 100
+WIDTH = 80
+"""Of all text: it does not wrap on a terminal of that width."""
+
+NAME_WIDTH = 42
+"""A longer name in a table goes on in the next line, behind a dot of it."""
 
 
 def size(count: int) -> str:
@@ -34,10 +39,22 @@ def duration(seconds: float) -> str:
 
 
 def wrapped(line: str) -> str:
-    """A line of prose at the width of reports; what follows the first is indented."""
+    """A line of prose at the width of reports; what follows the first is indented two more."""
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
     return textwrap.fill(
-        line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
+
+
+def broken(name: str, width: int = NAME_WIDTH) -> str:
+    """A dotted name in lines of at most that width, broken behind dots; what follows is indented."""
+    indent = " " * (len(name) - len(name.lstrip()) + 2)
+    lines = [""]
+    for part in re.findall(r"[^.]*\.|[^.]+$", name):
+        if len(lines[-1]) + len(part) > width and lines[-1].strip():
+            lines.append(indent)
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def table_text(headings: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int]) -> str:
@@ -45,7 +62,8 @@ def table_text(headings: Sequence[str], rows: Iterable[Sequence[str]], right: Se
 
     Args:
         headings: one per column.
-        rows: cells; a line break in a cell is kept. Nothing is read as markup.
+        rows: cells; a line break in a cell is kept, and names too long for the first column are broken
+            at dots. Nothing is read as markup.
         right: columns that are set to the right.
     """
     table = Table(box=box.ASCII2)
@@ -54,8 +72,8 @@ def table_text(headings: Sequence[str], rows: Iterable[Sequence[str]], right: Se
         table.add_column(
             Text(heading), justify="right" if side else "left", no_wrap=side, overflow="fold"
         )
-    for cells in rows:
-        table.add_row(*map(Text, cells))
+    for name, *cells in rows:
+        table.add_row(*map(Text, (broken(name), *cells)))
     out = io.StringIO()
     console = Console(
         file=out, width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False

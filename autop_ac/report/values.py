@@ -8,100 +8,24 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..graph.timeline import Timeline
+from ..graph.timeline import StepTime, Timeline
 from ..recompute.pareto import ParetoPoint
 from ..recompute.pipeline import pareto_of
 from ..runtime.memory import MeasuredMemory
 from .basis import Basis
 from .beside import Comparison, beside
+from .curve import ParetoCurve
 from .estimate import Estimate, estimate
-from .explain import Explanation, explain
+from .explain import Explained, Explanation, explain
 from .page import page
 from .plots import memory_figure, pareto_figure
-from .text import duration, size, table_html, table_text, wrapped
-
-UNREAD = "unread"
-"""Action in a report of what is neither kept nor recomputed, because backward does not read it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why values of a module are kept or not.
-
-    Attributes:
-        action: "save", "recompute" or "unread".
-        origin: who decided, ``"hint"``, ``"auto"``, ...
-        reason: in plain words.
-        values: how many values; views, getitems and waits count with what they belong to.
-    """
-
-    action: str
-    origin: str
-    reason: str
-    values: int
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleRow:
-    """One module path, or several equal layers folded into one.
-
-    Attributes:
-        module: path, with folded numbers as ``layers.0-3``; ``""`` at the root.
-        layers: how many equal modules the row stands for.
-        saved_bytes, recomputed_bytes: of one of them.
-        reasons: of one of them, most values first.
-    """
-
-    module: str
-    layers: int
-    saved_bytes: int
-    recomputed_bytes: int
-    reasons: tuple[Reason, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SetAside:
-    """A hint or rule that a higher one overrode.
-
-    Attributes:
-        asked: "save" or "recompute".  reason, source: whose wish it was, and where it is written.
-        module: where, equal layers folded.
-        values: names of the values it was set aside for.
-        decided_by: the origin and reason that prevailed.
-    """
-
-    asked: str
-    reason: str
-    source: str
-    module: str
-    values: tuple[str, ...]
-    decided_by: str
-
-
-@dataclass(frozen=True, slots=True)
-class SavedValue:
-    """One value that is kept from forward to backward, and why.
-
-    Attributes:
-        name, op: of the local graph's node.  module, source: the user's module path, file and line.
-        shape, dtype: local.  bytes: of the storages it holds, on one device.
-        origin, reason: who decided, in plain words.
-    """
-
-    name: str
-    op: str
-    module: str
-    source: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    origin: str
-    reason: str
+from .rows import HEADINGS, ModuleRow, SetAside, in_words, listing
+from .text import duration, size, table_html, wrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +44,15 @@ class ACReport:
             within it, as a fraction; None without a budget.
         kept_bytes, kept_without_ac_bytes: bytes of saved activations at the end of forward.
         peak_bytes, peak_without_ac_bytes: predicted peak of live bytes.
-        recompute_s: predicted seconds of recomputation in one step.
-        step_s: predicted seconds of one step by the sharding search, None without a sharding plan.
+        time, time_without_ac: predicted seconds of one step, and where they go.
+        inputs: the inputs that all this is for, each with its shape over all devices; with ``dynamic=True``
+            other sizes have graphs of their own. ``()`` under `torch.compile`.
     """
 
     rows: tuple[ModuleRow, ...]
     set_aside: tuple[SetAside, ...]
     notes: tuple[str, ...]
-    saved: tuple[SavedValue, ...]
+    saved: tuple[Explained, ...]
     stage_bytes: int | None
     budget_bytes: int | None
     budget_gap: float | None
@@ -135,10 +60,21 @@ class ACReport:
     kept_without_ac_bytes: int
     peak_bytes: int
     peak_without_ac_bytes: int
-    recompute_s: float
-    step_s: float | None
+    time: StepTime
+    time_without_ac: StepTime
+    inputs: tuple[str, ...]
     basis: Basis = field(repr=False, compare=False)
     """The frozen values that all this was made from."""
+
+    @property
+    def recompute_s(self) -> float:
+        """Predicted seconds of all that backward runs again in one step, collectives included."""
+        return self.time.recompute_s
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of one step, recomputation included."""
+        return self.time.step_s
 
     def estimate(self, optimizer: str | None = None) -> Estimate:
         """Who holds the predicted peak, where the seconds of a step go, and whether it fits.
@@ -168,9 +104,10 @@ class ACReport:
         """Who holds memory at every step of forward and backward."""
         return self.basis.timeline(optimizer)
 
-    def pareto(self, depth: int = 4) -> tuple[ParetoPoint, ...]:
+    def pareto(self, depth: int = 4) -> ParetoCurve:
         """The curve of predicted peak against recompute time; see `AutoParallel.pareto`."""
-        return pareto_of(self.basis.facts, self.basis.plan, depth)
+        points = pareto_of(self.basis.facts, self.basis.plan, depth)
+        return ParetoCurve(points, (self.peak_bytes, self.recompute_s), self.basis.usable_bytes)
 
     def beside(self, measured: MeasuredMemory) -> Comparison:
         """What was predicted next to what `measure_memory` measured around a training step."""
@@ -202,7 +139,8 @@ class ACReport:
         }
         line = self.timeline()
         live = {"forward_steps": line.forward_steps, "live_bytes": list(line.live)}
-        return {**plain, "estimate": self.estimate().to_dict(), "timeline": live}
+        seconds = {"recompute_s": self.recompute_s, "step_s": self.step_s}
+        return {**plain, **seconds, "estimate": self.estimate().to_dict(), "timeline": live}
 
     def to_json(self) -> str:
         """`to_dict` as JSON text."""
@@ -235,7 +173,7 @@ class ACReport:
         elif path.suffix == ".json":
             text = self.to_json()
         elif path.suffix == ".txt":
-            text = f"{self}\n\n{self.estimate()}\n"
+            text = f"{self}\n\n{replace(self.estimate(), notes=())}\n"  # told above
         else:
             raise ConfigError(
                 f"save({str(path)!r}): the ending says the form; give .html, .json or .txt"
@@ -244,39 +182,49 @@ class ACReport:
         return path
 
     def __str__(self) -> str:
-        table = table_text(_HEADINGS, self._cells(), right=(1, 2, 3))
-        return "\n".join((*self._summary(), table, *map(wrapped, self._remarks())))
+        table = listing(self._shown())
+        return "\n".join((*self._summary(), "", *table, *self._hidden(), *self._remarks()))
 
     def _repr_html_(self) -> str:
-        summary = "<br>".join(map(html.escape, self._summary()))
-        remarks = "".join(f"<p>{html.escape(line)}</p>" for line in self._remarks())
-        return f"<p>{summary}</p>{table_html(_HEADINGS, self._cells())}{remarks}"
+        cells = [
+            (row.module or "(root)", str(row.layers), size(row.saved_bytes), size(row.recomputed_bytes),
+             "\n".join(in_words(row.reasons)))
+            for row in self._shown()
+        ]  # fmt: skip
+        summary = html.escape("\n".join(self._summary()))
+        table = table_html((*HEADINGS, "why"), cells)
+        below = (*self._hidden(), *self._remarks())
+        remarks = "".join(f"<p>{html.escape(' '.join(line.split()))}</p>" for line in below)
+        return f"<pre>{summary}</pre>{table}{remarks}"
+
+    def _shown(self) -> list[ModuleRow]:
+        """Rows that hold something, the biggest first."""
+        rows = [r for r in self.rows if r.saved_bytes or r.recomputed_bytes]
+        return sorted(rows, key=lambda r: -(r.saved_bytes + r.recomputed_bytes))
+
+    def _hidden(self) -> list[str]:
+        count = sum(r.layers for r in self.rows if not (r.saved_bytes or r.recomputed_bytes))
+        modules = f"module{'s' if count > 1 else ''}"
+        return [f"{count} {modules} more: nothing saved, nothing recomputed"] if count else []
 
     def _summary(self) -> list[str]:
         how = "no stages" if self.stage_bytes is None else f"stages of {size(self.stage_bytes)}"
         if self.budget_bytes is not None:
             how = f"a budget of {size(self.budget_bytes)}, within {self.budget_gap:.1%} of the least time"
-        step = "" if self.step_s is None else f" of a step of {duration(self.step_s)}"
-        return [
-            f"Activation checkpointing on one device ({how})",
-            f"  kept for backward {size(self.kept_bytes):>12}"
-            f"   without AC {size(self.kept_without_ac_bytes):>12}",
-            f"  predicted peak    {size(self.peak_bytes):>12}"
-            f"   without AC {size(self.peak_without_ac_bytes):>12}",
-            f"  recomputation     {duration(self.recompute_s):>12}{step}",
-        ]
-
-    def _cells(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                row.module or "(root)",
-                str(row.layers),
-                size(row.saved_bytes),
-                size(row.recomputed_bytes),
-                "\n".join(f"{r.values} {r.action}: {r.reason} ({r.origin})" for r in row.reasons),
-            )
-            for row in self.rows
-        ]
+        if not self.basis.config.enable:
+            how = "off"
+        state = "" if self.basis.config.optimizer else ", without optimizer state"
+        lines = (
+            ("", "this plan", "without AC"),
+            ("saved for backward", size(self.kept_bytes), size(self.kept_without_ac_bytes)),
+            (f"predicted peak{state}", size(self.peak_bytes), size(self.peak_without_ac_bytes)),
+            ("predicted step", duration(self.step_s), duration(self.time_without_ac.step_s)),
+            ("  recomputation in it", duration(self.recompute_s),
+             duration(self.time_without_ac.recompute_s)),
+        )  # fmt: skip
+        sizes = f", inputs {', '.join(self.inputs)}" if self.inputs else ""
+        head = f"Activation checkpointing {self.basis.where} ({how}){sizes}"
+        return [head, *(f"  {what:40}{here:>12}{off:>14}" for what, here, off in lines)]
 
     def _remarks(self) -> list[str]:
         asides = [
@@ -285,10 +233,7 @@ class ACReport:
             f"{a.values[0]}; decided by {a.decided_by}"
             for a in self.set_aside
         ]
-        return [*(f"note: {n}" for n in self.notes), *asides]
-
-
-_HEADINGS = ("module", "layers", "saved", "recomputed", "why")
+        return [wrapped(line) for line in (*(f"note: {n}" for n in self.notes), *asides)]
 
 
 def _plain(value: Any) -> Any:
@@ -301,5 +246,5 @@ def _plain(value: Any) -> Any:
 
 def _as_plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [asdict(v) if hasattr(v, "__dataclass_fields__") else v for v in value]
-    return value
+        return [_as_plain(v) for v in value]
+    return asdict(value) if hasattr(value, "__dataclass_fields__") else value

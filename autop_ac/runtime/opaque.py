@@ -27,7 +27,7 @@ REASON = (
 )
 
 Call = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-Fakes = Callable[[torch.nn.Module], list[torch.Tensor]]
+Fakes = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], list[torch.Tensor]]
 
 
 def as_one_node(module: torch.nn.Module, call: Call, fakes: Fakes) -> Callable[..., Any]:
@@ -44,7 +44,7 @@ def as_one_node(module: torch.nn.Module, call: Call, fakes: Fakes) -> Callable[.
         if here is None:
             raise UsageError("the parallel module was deleted, and its compiled form is called")
         if any(is_fake(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
-            return tuple(fakes(here))
+            return tuple(fakes(here, args, kwargs))
         return tuple(t for t in pytree.tree_leaves(call(here, args, kwargs)))
 
     setattr(run, MARK, True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import uuid
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from ..graph.random import draws_from_seeds, random_nodes, rank_offset, sharded_
 from ..sharding.apply import LocalGraph
 from ..sharding.plan import ShardingPlan
 from .opaque import REASON, as_one_node
+from .sizes import Shape, exchange, local_part, whole_shape
 from .state import as_on_one_device, distributed, takes_whole_tensors
 
 Outputs = Literal["local", "dtensor"]
@@ -37,7 +39,7 @@ class Runner:
         calling: names of parameters and buffers, the form of a call, the outputs' dataclasses.
         expected: by leaf of a call the local shape and dtype, or the value that a leaf without a
             tensor was traced with.
-        output_specs: mesh, placements, shape and stride of each tensor output, in order.
+        output_specs: of each tensor output, in order.
         random_offset: added to the seed of a call so that ranks that hold different parts draw
             different numbers; None where the graph draws none.
         outputs: what is handed out.
@@ -51,13 +53,17 @@ class Runner:
     compiled: Callable[..., Any]
     calling: Calling
     expected: tuple[Any, ...]
-    output_specs: tuple[tuple[DeviceMesh, tuple[Placement, ...], Any, Any], ...]
+    output_specs: tuple[_Given, ...]
     random_offset: int | None = None
     outputs: Outputs = "local"
     read_in_backward: tuple[str, ...] = ()
     trained: frozenset[str] = frozenset()
     output_form: Any = None
     local_outputs: tuple[tuple[torch.Tensor, bool], ...] = ()
+
+    def input_shapes(self) -> list[Shape]:
+        """Local shapes of the tensors that a call takes."""
+        return [e.shape for e in self.expected if isinstance(e, _Expected)]
 
     def empty_outputs(self) -> list[torch.Tensor]:
         """Tensors as a call gives them, flat, with nothing in them."""
@@ -68,15 +74,19 @@ class Runner:
             )
             for t, trained in self.local_outputs
         ]
-        return self._handed_out(made) if self.outputs == "dtensor" else made
+        return self._handed_out(made)
 
-    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        return closed(self.opened(module, args, kwargs), iter(self.calling.output_types))
+    def __call__(self, module: torch.nn.Module, given: Sequence[Any]) -> Any:
+        return closed(self.opened(module, given), iter(self.calling.output_types))
 
-    def opened(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """What a call gives, dataclasses taken apart."""
+    def opened(self, module: torch.nn.Module, given: Sequence[Any]) -> Any:
+        """What a call gives, dataclasses taken apart.
+
+        Args:
+            given: the leaves of the call, as `CallForm.flatten` gives them.
+        """
         calling = self.calling
-        leaves = [self._checked(i, x) for i, x in enumerate(calling.form.flatten(args, kwargs))]
+        leaves = [self._checked(i, x) for i, x in enumerate(given)]
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         held = {n: _lookup(module, n) for n in (*calling.parameters, *calling.buffers)}
         if torch.is_grad_enabled():
@@ -95,7 +105,7 @@ class Runner:
                 torch.manual_seed(seed + self.random_offset)
                 out = self.compiled(*state, *tensors)
         self._check_unchanged_in_backward(module, out)
-        if self.outputs == "dtensor":
+        if self.outputs == "dtensor" or any(s.is_moved for s in self.output_specs):
             out = self._handed_out(out)
         return out
 
@@ -131,7 +141,7 @@ class Runner:
                 )
             return leaf
         if isinstance(leaf, DTensor):
-            leaf = leaf.redistribute(expected.mesh, expected.placements)
+            leaf = leaf.redistribute(expected.mesh, expected.given)
         value = _local(leaf)
         if torch.is_grad_enabled() and getattr(value, "requires_grad", False):
             if not expected.requires_grad:
@@ -144,9 +154,10 @@ class Runner:
             raise UsageError(
                 f"input {name} has local shape {shape} and dtype {getattr(value, 'dtype', None)}; "
                 f"this rank's part of the global {expected.global_shape} is {expected.shape}, "
-                f"{expected.dtype}. Pass each rank its own part"
+                f"{expected.dtype}. Pass each rank its own part; for inputs of other sizes make the "
+                "parallel module with AutoParallel(..., dynamic=True)"
             )
-        return expected.laid_out(value)
+        return expected.laid_out(expected.moved(value))
 
     def _handed_out(self, out: Any) -> Any:
         specs = iter(self.output_specs)
@@ -154,16 +165,40 @@ class Runner:
         def wrap(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            mesh, placements, shape, stride = next(specs)
-            return DTensor.from_local(
-                leaf, mesh, placements, run_check=False, shape=shape, stride=stride
-            )
+            spec = next(specs)
+            if self.outputs == "local" and not spec.is_moved:
+                return leaf
+            made = spec.handed_out(leaf)
+            return made if self.outputs == "dtensor" else made.to_local()
 
         return pytree.tree_map(wrap, out)
 
 
 @dataclass(frozen=True, slots=True)
+class _Given:
+    """An output: as the graph gives it, and the placements in which it is handed out."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    handed: tuple[Placement, ...]
+
+    @property
+    def is_moved(self) -> bool:
+        return self.handed != self.placements
+
+    def handed_out(self, value: torch.Tensor) -> DTensor:
+        made = DTensor.from_local(
+            value, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+        return made.redistribute(placements=self.handed) if self.is_moved else made
+
+
+@dataclass(frozen=True, slots=True)
 class _Expected:
+    """An input: its part on this rank, in the placements `given` by the caller; and the graph's."""
+
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -171,13 +206,25 @@ class _Expected:
     requires_grad: bool
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
+    given: tuple[Placement, ...]
+
+    def moved(self, value: torch.Tensor) -> torch.Tensor:
+        """The value in the placements of the graph."""
+        if self.given == self.placements:
+            return value
+        whole = torch.empty(self.global_shape, device="meta")
+        part = DTensor.from_local(
+            value.contiguous(), self.mesh, self.given,
+            run_check=False, shape=whole.shape, stride=whole.stride(),
+        )  # fmt: skip
+        return part.redistribute(placements=self.placements).to_local()
 
     def laid_out(self, value: torch.Tensor) -> torch.Tensor:
         """The value in the layout that the graph was traced with."""
         if value.stride() == self.stride:
             return value
         return torch.empty_strided(
-            self.shape, self.stride, dtype=value.dtype, device=value.device
+            value.shape, self.stride, dtype=value.dtype, device=value.device
         ).copy_(value)
 
 
@@ -239,12 +286,17 @@ def make_runner(
     compiled: Callable[..., Any],
     outputs: Outputs,
     read_in_backward: tuple[str, ...] = (),
+    ports: Ports | None = None,
 ) -> Runner:
-    """Bind the compiled function to the shapes that it was made for."""
+    """Bind the compiled function to the shapes that it was made for.
+
+    Args:
+        ports: placements in which callers hold inputs and take outputs; None for the graph's.
+    """
     calling = joint.calling
     placeholders = [n for n in local.module.graph.nodes if n.op == "placeholder"]
-    ports = [local.placeholders[n.name] for n in placeholders]
-    values = {p.index: n.meta["val"] for n, p in zip(placeholders, ports, strict=True)
+    kinds = [local.placeholders[n.name] for n in placeholders]
+    values = {p.index: n.meta["val"] for n, p in zip(placeholders, kinds, strict=True)
               if p.kind == "input"}  # fmt: skip
     inputs = {p.index: name for name, p in joint.placeholders.items() if p.kind == "input"}
     trained = frozenset(p.name for p in joint.results if p is not None and p.kind == "gradient")
@@ -256,7 +308,13 @@ def make_runner(
             continue
         part = values[index]
         shape, stride = tuple(part.shape), tuple(part.stride())
-        where = plan.choices[inputs[index]].outputs[0] or ()
+        where = tuple(plan.choices[inputs[index]].outputs[0] or ())
+        given = where if ports is None else ports.inputs[index]
+        if given != where:
+            _check_unchanged(joint, inputs[index])
+            coordinate = mesh.get_coordinate()
+            assert coordinate is not None
+            shape = local_part(tuple(leaf.shape), given, tuple(mesh.shape), coordinate)
         expected.append(
             _Expected(
                 shape,
@@ -265,18 +323,20 @@ def make_runner(
                 tuple(leaf.shape),
                 leaf.requires_grad,
                 mesh,
-                tuple(where),
+                where,
+                given,
             )
         )
         index += 1
     output = joint.module.graph.output_node()
     nodes = [r for r in output.args[0] if isinstance(r, torch.fx.Node)]
     results = [p for p in joint.results if p is not None]
-    specs = []
+    specs: list[_Given] = []
     for node, port, placed in zip(nodes, results, plan.choices[output.name].inputs, strict=True):
         if port.kind == "output":
-            value = node.meta["val"]
-            specs.append((mesh, tuple(placed or ()), value.size(), value.stride()))
+            value, where = node.meta["val"], tuple(placed or ())
+            handed = where if ports is None or ports.outputs is None else ports.outputs[len(specs)]
+            specs.append(_Given(mesh, where, value.size(), value.stride(), handed))
     return Runner(
         compiled,
         calling,
@@ -289,6 +349,16 @@ def make_runner(
         joint.descriptors.out_spec,
         _local_outputs(joint, local),
     )
+
+
+def _check_unchanged(joint: JointGraph, placeholder: str) -> None:
+    """A moved input is a copy, whose changes the caller would not see."""
+    name = joint.placeholders[placeholder].name
+    if any(p is not None and p.kind == "mutation" and p.name == name for p in joint.results):
+        raise UsageError(
+            f"forward changes input {name} in place, and a batch that does not divide over the mesh is "
+            "computed on a copy: give it a size that divides"
+        )
 
 
 def _local_outputs(joint: JointGraph, local: LocalGraph) -> tuple[tuple[torch.Tensor, bool], ...]:
@@ -304,36 +374,75 @@ def _local_outputs(joint: JointGraph, local: LocalGraph) -> tuple[tuple[torch.Te
 Modes = tuple[bool, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Placements of the tensors among inputs and outputs; outputs None where they are the graph's."""
+
+    inputs: tuple[tuple[Placement, ...], ...]
+    outputs: tuple[tuple[Placement, ...], ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a graph is traced for.
+
+    Attributes:
+        modes: whether each module is in training mode.
+        shapes: global, of each tensor among the inputs.
+    """
+
+    modes: Modes
+    shapes: tuple[Shape, ...]
+
+
+_MANY = 8  # sizes from which on a warning tells what they cost
+_KEPT = 32  # graphs; the one not called for longest goes
+
+
 class Runners:
-    """One runner for each combination of training modes that was used.
+    """One runner for each combination of training modes, and of sizes, that was used.
 
     Dropout and batch norm make another graph of a model in ``eval()``: it is traced at the first
-    call in that mode, with the placements that parameters, inputs and outputs have.
+    call in that mode, with the placements that parameters, inputs and outputs have. With `dynamic`
+    so are inputs of other sizes; all ranks then tell each other their sizes at each call.
 
     Args:
         traced: the model in the modes that `runner` is for.
+        dynamic: whether sizes of inputs may change between calls.
     """
 
     def __init__(
-        self, traced: torch.nn.Module, runner: Runner, make: Callable[[Modes], Runner]
+        self,
+        traced: torch.nn.Module,
+        runner: Runner,
+        make: Callable[[Variant], Runner],
+        dynamic: bool = False,
     ) -> None:
         self._modules = tuple(name for name, _ in traced.named_modules())
         self.first = runner
-        self._made = {self._modes(traced): runner}
+        self._inputs = [(n, e) for n, e in zip(runner.calling.form.names, runner.expected, strict=True)
+                        if isinstance(e, _Expected)]  # fmt: skip
+        self._shapes = tuple(e.global_shape for _, e in self._inputs)
+        self._made = {Variant(self._modes(traced), self._shapes): runner}
         self._make = make
+        self._dynamic = dynamic
+        self._warned = False
+        self._tell = exchange(self._inputs[0][1].mesh)
 
     def _modes(self, module: torch.nn.Module) -> Modes:
         held = dict(module.named_modules())
         return tuple(held[name].training for name in self._modules)
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._runner(module)(module, args, kwargs)
+        leaves = self.first.calling.form.flatten(args, kwargs)
+        return self._runner(module, leaves)(module, leaves)
 
     def opened(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """The same with dataclasses among the outputs taken apart; as `first` gives them in any mode."""
-        runner = self._runner(module)
+        leaves = self.first.calling.form.flatten(args, kwargs)
+        runner = self._runner(module, leaves)
         self._check_form(runner)
-        return runner.opened(module, args, kwargs)
+        return runner.opened(module, leaves)
 
     def _check_form(self, runner: Runner) -> None:
         if runner.output_form != self.first.output_form:
@@ -342,21 +451,76 @@ class Runners:
                 "was captured, which one graph cannot: call the parallel module without torch.compile"
             )
 
-    def _runner(self, module: torch.nn.Module) -> Runner:
-        modes = self._modes(module)
-        if modes not in self._made:
-            with torch.inference_mode(False):
-                self._made[modes] = self._make(modes)
-        return self._made[modes]
-
-    def fakes(self, module: torch.nn.Module) -> list[torch.Tensor]:
-        """Empty tensors as a call gives them, flat; fake ones, where a trace is under way."""
-        runner = self._made.get(self._modes(module))
+    def _runner(self, module: torch.nn.Module, leaves: Sequence[Any]) -> Runner:
+        shapes = self._whole_shapes(leaves) if self._dynamic else self._shapes
+        variant = Variant(self._modes(module), shapes)
+        runner = self._made.pop(variant, None)
         if runner is None:
-            raise UsageError(
-                "the parallel module was not called in this combination of train() and eval() yet, and "
-                "its graph cannot be traced within another trace: call it once before torch.compile does"
+            with torch.inference_mode(False):
+                runner = self._make(variant)
+            if len(self._made) == _KEPT:
+                del self._made[next(iter(self._made))]
+        self._made[variant] = runner  # the last called is the last
+        sizes = len({v.shapes for v in self._made})
+        if sizes > _MANY and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"inputs of {sizes} different sizes were given: for each the model is traced and compiled "
+                f"again, as long as that takes, and {_KEPT} graphs are kept. Pad to a few sizes",
+                UserWarning,
+                stacklevel=4,
             )
+        return runner
+
+    def _whole_shapes(self, leaves: Sequence[Any]) -> tuple[Shape, ...]:
+        """Global shapes of a call on all ranks, which must all find the same."""
+        numbers: list[int] = []
+        for shape, (_, expected) in zip(self._local_shapes(leaves), self._inputs, strict=True):
+            fits = len(shape) == len(expected.shape)
+            numbers += shape if fits else [-1] * len(expected.shape)
+        mesh = self._inputs[0][1].mesh
+        told = self._tell(numbers)
+        found: list[Shape] = []
+        at = 0
+        for name, expected in self._inputs:
+            end = at + len(expected.shape)
+            by_place = {place: tuple(given[at:end]) for place, given in told.items()}
+            if any(n < 0 for shape in by_place.values() for n in shape):
+                raise UsageError(
+                    f"input {name} is a tensor of {len(expected.shape)} dims, and on ranks at "
+                    f"{[p for p, s in by_place.items() if -1 in s]} of the mesh another or none was given"
+                )
+            found.append(whole_shape(name, by_place, expected.given, tuple(mesh.shape)))
+            at = end
+        return tuple(found)
+
+    def _local_shapes(self, leaves: Sequence[Any]) -> list[Shape]:
+        given = [
+            x for x, e in zip(leaves, self.first.expected, strict=True) if isinstance(e, _Expected)
+        ]
+        shapes: list[Shape] = []
+        for leaf, (_, expected) in zip(given, self._inputs, strict=True):
+            shape = tuple(int(n) for n in getattr(leaf, "shape", ()))
+            coordinate = expected.mesh.get_coordinate()
+            if isinstance(leaf, DTensor) and coordinate is not None:
+                shape = local_part(shape, expected.given, tuple(expected.mesh.shape), coordinate)
+            shapes.append(shape)
+        return shapes
+
+    def fakes(self, module: torch.nn.Module, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Empty tensors as a call gives them, flat; fake ones, where a trace is under way."""
+        modes = self._modes(module)
+        made = [r for v, r in self._made.items() if v.modes == modes]
+        if self._dynamic:
+            local = self._local_shapes(self.first.calling.form.flatten(args, kwargs))
+            made = [r for r in made if local == r.input_shapes()]
+        if not made:
+            raise UsageError(
+                "the parallel module was not called in this combination of train() and eval() yet, or not "
+                "with inputs of these sizes, and its graph cannot be traced within another trace: call it "
+                "once before torch.compile does"
+            )
+        runner = made[-1]
         self._check_form(runner)
         if runner.output_form.num_leaves != len(runner.local_outputs):
             raise UsageError(

@@ -14,7 +14,7 @@ parameter or of its gradient), ``axis`` (of the mesh, on collectives), ``module`
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +32,14 @@ from ..capture.names import module_path, source_line
 from ..errors import AutopACError
 from ..graph.collect import draws_random
 from ..graph.random import drawn_with_offset, rank_offset, sharded_axes
+from .chains import gradient_chains
 from .flex_rules import FLEX, with_offsets
 from .local_args import local_sizes
+from .move import move
 from .option import entries, producer_of
 from .plan import Choice, Placements, ShardingPlan
 
+_INSERTED = ("_c10d_functional.", "_dtensor.")
 _TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
 
 
@@ -56,12 +59,6 @@ def local_shape(shape: Any, mesh: DeviceMesh, placements: Placements) -> tuple[i
         shape, mesh, placements, skip_offset=True
     )
     return tuple(shape)
-
-
-def make_spec(value: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Any:
-    """DTensor's description of a global tensor with the given placements."""
-    meta = private.TensorMeta(value.shape, value.stride(), value.dtype)
-    return private.DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
 def apply_plan(
@@ -106,7 +103,7 @@ def unsharded(joint: JointGraph) -> ShardingPlan:
 
 def _must_stay(node: torch.fx.Node) -> bool:
     """Collectives without a reader and pure operators may go; everything else stays."""
-    inserted = str(node.target).startswith("_c10d_functional.")
+    inserted = str(node.target).startswith(_INSERTED)
     return node.op in ("placeholder", "output") or (node.is_impure() and not inserted)
 
 
@@ -135,6 +132,16 @@ class _Sharder:
         self.values: dict[torch.fx.Node, Any] = {}
         self.moved: dict[tuple[torch.fx.Node, Placements], Any] = {}
         self.parameter_of = _parameter_chains(joint)
+        self.output = joint.module.graph.output_node()
+        self.gradients = self._gradients()
+
+    def _gradients(self) -> dict[torch.fx.Node, tuple[Placements | None, ...]]:
+        """What backward gives, with the placements at which it leaves."""
+        found: dict[torch.fx.Node, tuple[Placements | None, ...]] = {}
+        for _, result, wanted in self._leaving():
+            if not _is_forward(result):
+                found[result] = (*found.get(result, ()), wanted)
+        return found
 
     def run_flat(self, *flat: Any) -> list[Any]:
         incoming = iter(flat)
@@ -143,7 +150,7 @@ class _Sharder:
             if node.op == "placeholder":
                 self.values[node] = next(incoming)
             elif node.op == "output":
-                results = self._results(node)
+                results = self._results()
             elif node.op == "get_attr":
                 self.values[node] = getattr(self.joint.module, node.target)
             elif placed_of(node) is not None or node.target in (enter, leave):
@@ -153,6 +160,9 @@ class _Sharder:
                     self.values[node] = self.values[node.args[0]][node.args[1]]
             else:
                 self.values[node] = self._compute(node)
+            for wanted in self.gradients.get(node, ()):
+                # at once: at the end of backward all gradients would be held whole until then
+                self._bring_out(node, wanted, backward=True)
         return results
 
     def _placements(self, node: torch.fx.Node) -> Placements | None:
@@ -167,13 +177,11 @@ class _Sharder:
             return value
         key = (node, tuple(wanted))
         if key not in self.moved:
-            spec = make_spec(node.meta["val"], self.mesh, have)
-            target = make_spec(node.meta["val"], self.mesh, wanted)
             parameter = self.parameter_of.get(node, "")
             # a gather of a parameter belongs to the parameter's side, whoever asks first
             owner = node if parameter and _is_forward(node) else reader
             with self._recorded_as(owner, serves=reader.name, parameter=parameter):
-                self.moved[key] = private.redistribute_local_tensor(value, spec, target)
+                self.moved[key] = move(value, node.meta["val"], have, wanted, self.mesh)
         return self.moved[key]
 
     def _gone(self, node: torch.fx.Node) -> Any:
@@ -243,25 +251,28 @@ class _Sharder:
                     "the node another placement with sharding_optimizer.add_node_constraint"
                 )
 
-    def _results(self, output: torch.fx.Node) -> list[Any]:
-        wanted = iter(self.plan.choices[output.name].inputs)
-        results = []
-        for i, result in enumerate(output.args[0]):
-            if not isinstance(result, torch.fx.Node):
-                results.append(result)
-                continue
+    def _leaving(self) -> Iterator[tuple[int, torch.fx.Node, Placements | None]]:
+        """(index, node, placements at which it leaves) of each result that a node gives."""
+        wanted = iter(self.plan.choices[self.output.name].inputs)
+        for i, result in enumerate(self.output.args[0]):
+            if isinstance(result, torch.fx.Node):
+                yield i, result, next(wanted)
+
+    def _results(self) -> list[Any]:
+        results = list(self.output.args[0])
+        for i, node, wanted in self._leaving():
             backward = i >= self.joint.num_forward_outputs
-            results.append(self._bring_out(result, next(wanted), output, backward))
+            results[i] = self._bring_out(node, wanted, backward=backward)
         return results
 
-    def _bring_out(self, node: Any, wanted: Any, output: Any, backward: bool) -> Any:
+    def _bring_out(self, node: torch.fx.Node, wanted: Placements | None, *, backward: bool) -> Any:
         """Results are moved on the side that gives them: the output node itself has no side."""
-        before = output.meta.get("partitioner_tag")
-        output.meta["partitioner_tag"] = "is_backward" if backward else "is_forward"
+        before = self.output.meta.get("partitioner_tag")
+        self.output.meta["partitioner_tag"] = "is_backward" if backward else "is_forward"
         try:
-            return self._bring(node, wanted, output)
+            return self._bring(node, wanted, self.output)
         finally:
-            output.meta["partitioner_tag"] = before
+            self.output.meta["partitioner_tag"] = before
 
     def _recorded_as(
         self, node: torch.fx.Node, *, origin: str = "", serves: str = "", parameter: str = ""
@@ -319,7 +330,7 @@ def _is_forward(node: torch.fx.Node) -> bool:
 
 
 def _parameter_chains(joint: JointGraph) -> dict[torch.fx.Node, str]:
-    """Nodes that hold a parameter, or its gradient, up to single-input operators: its user name."""
+    """Nodes that hold a parameter, through operators of one input, or its gradient: its user name."""
     found: dict[torch.fx.Node, str] = {}
     for node in joint.module.graph.nodes:
         if node.op == "placeholder":
@@ -330,17 +341,7 @@ def _parameter_chains(joint: JointGraph) -> dict[torch.fx.Node, str]:
             source = node.all_input_nodes[0]
             if source in found:
                 found[node] = found[source]
-    results = joint.module.graph.output_node().args[0]
-    for outgoing, result in zip(joint.results, results, strict=True):
-        if outgoing is None or outgoing.kind != "gradient":
-            continue
-        node = result
-        while node.op == "call_function" and node not in found:
-            found[node] = outgoing.name
-            if len(node.all_input_nodes) != 1 or len(node.all_input_nodes[0].users) != 1:
-                break
-            node = node.all_input_nodes[0]
-    return found
+    return gradient_chains(joint) | found
 
 
 def _restore_placeholders(module: Any, holders: list[torch.fx.Node], joint: JointGraph) -> None:
@@ -364,7 +365,7 @@ def _name_axes(module: torch.fx.GraphModule, mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
     axis_of = {str(mesh.get_group(i).group_name): name for i, name in enumerate(names)}
     for node in module.graph.nodes:
-        if node.op != "call_function" or not str(node.target).startswith("_c10d_functional."):
+        if node.op != "call_function" or not str(node.target).startswith(_INSERTED):
             continue
         group = next((a for a in node.args if isinstance(a, str) and a in axis_of), None)
         custom = dict(node.meta.get("custom", {}))

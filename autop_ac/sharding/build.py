@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor.placement_types import Shard
 
 from ..capture.joint import JointGraph
-from ..capture.marks import placed_of
 from ..graph.devices import DeviceSpec
 from .chains import activation_nodes, parameter_casts
 from .constraints import Constraints
 from .edges import collect_edges
-from .fixed import fix, fixed_by_modules, fixed_in_model
+from .fixed import fix, fixed_by_modules, fixed_by_name, fixed_in_model
 from .fold import fold, is_tensor_node
 from .formulation import Problem
 from .groups import (
     Draft,
     Settings,
     drop_unreachable,
-    fix_nodes,
     placed,
     placeholder_options,
     uneven_casts,
 )
 from .layout import replicated
-from .limits import limits_of
+from .limits import limits_of, worth_s
 from .option import Option
 from .options import OptionFinder
 from .ports import default_notes, port_placements, result_groups, tangent_ties
@@ -65,8 +63,9 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: Setting
     draft = Draft()
     in_model = fixed_in_model(joint, settings.shape)
     by_module = fixed_by_modules(joint, constraints)
-    for node in {**by_module, **in_model}:  # equal layers with equal constraints stay together
-        marks[node] = (marks[node], by_module.get(node), in_model.get(node))
+    for (node, output), placements in (*by_module.items(), *in_model.items()):
+        # equal layers with equal constraints stay together
+        marks[node] = (marks[node], output, placements)
     for node, first in fold(joint, marks, enable=settings.fold).items():
         if first is not node:
             if first.name in draft.group_of:
@@ -89,14 +88,12 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: Setting
             draft.add(node.name, found, node)
     results = result_groups(joint, draft, outputs, settings.shape)
     smallest = {g: min(o.output_bytes for o in options) for g, options in enumerate(draft.options)}
-    fix_nodes(joint, draft, constraints)
-    for node, placements in by_module.items():
-        fix(draft, node, placements, "module constraint")
-    for node, placements in in_model.items():
-        fix(draft, node, placements, f"with_sharding_constraint at {placed_of(node)[1]}")  # type: ignore[index]
+    fix(draft, fixed_by_name(joint, draft, constraints), "constraint on a node")
+    fix(draft, by_module, "module constraint")
+    fix(draft, in_model, "with_sharding_constraint")
     drop_unreachable(draft, joint)
     edges, values, streams = collect_edges(joint, draft, results, settings)
-    limits = limits_of(joint, draft, constraints, smallest, settings.device)
+    limits = limits_of(joint, draft, constraints, smallest, settings)
     spread_s = _SPREAD * max(settings.topology.latency_s)
     problem = Problem(
         names=tuple(draft.names),
@@ -114,6 +111,7 @@ def build_problem(joint: JointGraph, constraints: Constraints, settings: Setting
         limits=limits,
         streams=streams,
     )
+    problem = replace(problem, option_s=worth_s(problem, settings.device))
     slots = tuple(r for r in results if r is not None)
     notes = (*finder.notes, *default_notes(constraints, inputs, settings.shape))
     return Built(problem, dict(draft.group_of), slots, notes)
@@ -124,12 +122,11 @@ def _whole_on(options: list[Option], axes: tuple[int, ...]) -> list[Option]:
     return [o for o, p in placed if not any(isinstance(p[a], Shard) for a in axes)]
 
 
-def _own_mark(node: torch.fx.Node, joint: JointGraph, constraints: Constraints) -> str:
-    """The node's name where the user has placed it: it then stands alone."""
-    if node.name in constraints.nodes:
-        return node.name
+def _own_mark(node: torch.fx.Node, joint: JointGraph, constraints: Constraints) -> Hashable:
+    """Where the user has placed the node: only those placed alike stand together."""
     port = joint.placeholders.get(node.name)
-    return node.name if port is not None and port.name in constraints.nodes else ""
+    name = port.name if port is not None and port.name in constraints.nodes else node.name
+    return constraints.nodes.get(name)
 
 
 def _seconds(

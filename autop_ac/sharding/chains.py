@@ -34,10 +34,8 @@ def parameter_casts(joint: JointGraph) -> set[torch.fx.Node]:
             )
             if is_parameter or source in found:
                 found.add(node)
-    results = joint.module.graph.output_node().args[0]
-    for port, result in zip(joint.results, results, strict=True):
-        node = result
-        while port is not None and port.kind == "gradient" and node.target in CASTS:
+    for _, node in _gradients(joint):
+        while node.target in CASTS:
             found.add(node)
             node = node.args[0]
     return found
@@ -66,14 +64,7 @@ class ParameterChains:
         for node in reversed(forward):
             if any(is_backward(u) or u in self.twice for u in node.users if u.op != "output"):
                 self.twice.add(node)
-        self.gradients: set[torch.fx.Node] = set()
-        results = joint.module.graph.output_node().args[0]
-        for port, result in zip(joint.results, results, strict=True):
-            node = result if port is not None and port.kind == "gradient" else None
-            while node is not None and node.op == "call_function":
-                self.gradients.add(node)
-                alone = len(node.all_input_nodes) == 1 and len(node.all_input_nodes[0].users) == 1
-                node = node.all_input_nodes[0] if alone else None
+        self.gradients = gradient_chains(joint).keys()
 
     def gathers(
         self, leaf: torch.fx.Node, reader: torch.fx.Node | None, again: bool
@@ -98,6 +89,47 @@ class ParameterChains:
         return ((FORWARD, FORWARD),)
 
 
+def gradient_chains(joint: JointGraph) -> dict[torch.fx.Node, str]:
+    """Nodes that hold the gradient of a parameter, and its name: from what computes it to what leaves.
+
+    A parameter that is read in several places has a gradient from each, which are added up. What is
+    larger than the gradient is not one: the sum over a batch that gives a bias its gradient reads an
+    activation.
+    """
+    found: dict[torch.fx.Node, str] = {}
+    for name, result in _gradients(joint):
+        stack = [result]
+        while stack:
+            node = stack.pop()
+            if node.op == "call_function" and node not in found:
+                found[node] = name
+                stack += _held_by(node)
+    return found
+
+
+def _held_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """What a gradient is made of that is one itself."""
+    sources = node.all_input_nodes
+    if len(sources) > 1 and node.target is not _aten.add.Tensor:
+        return []
+    return [s for s in sources if len(s.users) == 1 and _as_large(s, node)]
+
+
+def _gradients(joint: JointGraph) -> list[tuple[str, torch.fx.Node]]:
+    """(user name of the parameter, result) of each gradient."""
+    results = joint.module.graph.output_node().args[0]
+    return [
+        (port.name, result)
+        for port, result in zip(joint.results, results, strict=True)
+        if port is not None and port.kind == "gradient" and isinstance(result, torch.fx.Node)
+    ]
+
+
+def _as_large(one: torch.fx.Node, other: torch.fx.Node) -> bool:
+    a, b = one.meta.get("val"), other.meta.get("val")
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.numel() == b.numel()
+
+
 def is_backward(node: torch.fx.Node) -> bool:
     return bool(node.meta.get("partitioner_tag") == "is_backward")
 
@@ -107,16 +139,14 @@ def reduced_late(
 ) -> set[tuple[torch.fx.Node, torch.fx.Node]]:
     """Edges of gradient chains in front of the cast to `dtype`: a Partial must stay one there."""
     found: set[tuple[torch.fx.Node, torch.fx.Node]] = set()
-    results = joint.module.graph.output_node().args[0]
-    for port, result in zip(joint.results, results, strict=True):
-        if dtype is None or port is None or port.kind != "gradient":
+    stack = [(result, False) for _, result in _gradients(joint)] if dtype is not None else []
+    while stack:
+        reader, cast = stack.pop()
+        if reader.target not in (*CASTS, *PLAIN_VIEWS, _aten.add.Tensor):
             continue
-        chain = [result]
-        while chain[-1].target in (*CASTS, *PLAIN_VIEWS):
-            chain.append(chain[-1].args[0])
-        for reader, leaf in zip(chain, chain[1:], strict=False):
-            after = chain[: chain.index(leaf)]
-            cast_later = any(n.meta["val"].dtype == dtype for n in after)
-            if cast_later and leaf.meta["val"].dtype != dtype:
+        cast = cast or reader.meta["val"].dtype == dtype
+        for leaf in (s for s in reader.all_input_nodes if _as_large(s, reader)):
+            if cast and leaf.meta["val"].dtype != dtype:
                 found.add((leaf, reader))
+            stack.append((leaf, cast))
     return found

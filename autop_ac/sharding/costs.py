@@ -35,25 +35,17 @@ def _code(placement: Placement) -> int:
 
 
 class RedistributionCosts:
-    """Seconds per redistribution on one mesh, memoised by shape, size of an element and placements.
-
-    Args:
-        exchange: whether there is an all-to-all; without one it is done, and priced, as an all-gather
-            of which each device keeps its part.
-    """
+    """Seconds per redistribution on one mesh, memoised by shape, size of an element and placements."""
 
     def __init__(
         self,
         mesh_shape: tuple[int, ...],
         topology: Topology,
         memory_bandwidth: float,
-        *,
-        exchange: bool = True,
     ) -> None:
         self.mesh_shape = mesh_shape
         self.topology = topology
         self.memory_bandwidth = memory_bandwidth
-        self.exchange = exchange
         self._memo: dict[tuple[object, ...], Array] = {}
         self._codes: dict[Placements, list[int]] = {}
 
@@ -141,7 +133,7 @@ class RedistributionCosts:
         """Seconds of the change on one axis, where there is one."""
         count = self.mesh_shape[axis]
         source, held = now[axis], self._held(shape, itemsize, now)
-        gathers = (source >= 0) & ((target < 0) | (not self.exchange))
+        gathers = (source >= 0) & (target < 0)
         full = np.where(gathers, held * count, held)
         passes = np.where((source < _REPLICATE) & (target < 0), 2.0, 1.0)  # of an all-reduce
         copied = np.where((source > 0) | (target > 0), 2.0 * full, 0.0)

@@ -41,9 +41,9 @@ class PlanDiff:
 
     def __str__(self) -> str:
         if not (self.parameters or self.nodes or self.only_here or self.only_there):
-            return f"the same placements; predicted step {ms(self.objective_s)}"
+            return f"the same placements; step by the search {ms(self.objective_s)}"
         lines = [
-            f"predicted step {ms(self.objective_s)}: computation {ms(self.compute_s)}, collectives "
+            f"step by the search {ms(self.objective_s)}: computation {ms(self.compute_s)}, collectives "
             f"{ms(self.collectives_s)}, of which hidden {ms(self.hidden_s)}",
             f"{len(self.parameters)} parameters and {len(self.nodes)} nodes are placed differently",
             *(f"  {change}" for change in (*self.parameters, *self.nodes[:_SHOWN])),

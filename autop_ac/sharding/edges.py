@@ -45,6 +45,12 @@ def collect_edges(
     readers: dict[tuple[str, int, int, _Beside], dict[_Read, None]] = defaultdict(dict)
     layer = {node: block_of_path(path) for node, path in places_of(joint).items()}
 
+    def fits(leaf: torch.fx.Node) -> bool:
+        """Whether a parameter may be gathered ahead of its use."""
+        value = leaf.meta["val"]
+        limit = settings.prefetch_bytes
+        return limit is None or value.numel() * value.element_size() <= limit
+
     def add(leaf: torch.fx.Node, reader: torch.fx.Node | None, consumer: int, slot: int) -> None:
         source = source_of(draft, leaf)
         if source is None:
@@ -53,7 +59,7 @@ def collect_edges(
         first.setdefault(read, (leaf, reader))
         name = producer_of(leaf)[0].name
         for gather, side in chains.gathers(leaf, reader, settings.reshard_after_forward):
-            hidden = settings.prefetch and side >= 0
+            hidden = side >= 0 and settings.prefetch and (leaf in chains.gradients or fits(leaf))
             readers[name, source[1], gather, (side, layer[leaf]) if hidden else None][read] = None
 
     for node in joint.module.graph.nodes:
@@ -72,10 +78,7 @@ def collect_edges(
     number, streams = _streams(joint, draft, layer, moves)
     alike = Counter((read, -1 if beside is None else number[beside]) for read, beside in moves)
     prices = RedistributionCosts(
-        settings.shape,
-        settings.topology,
-        settings.device.memory_bandwidth,
-        exchange=settings.device.name != "cpu",  # gloo has no all-to-all
+        settings.shape, settings.topology, settings.device.memory_bandwidth
     )
     # what backward keeps from forward is moved in forward, so that both sides may share the move
     kept = set() if settings.reshard_after_forward else chains.held

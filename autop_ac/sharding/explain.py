@@ -7,7 +7,6 @@ that the neighbours may change too.
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ import torch
 from ..capture.joint import JointGraph
 from ..capture.names import module_path
 from ..errors import ConfigError, InfeasibleError, SolverError
+from ..near import did_you_mean
 from .build import Built, build_problem
 from .constraints import Constraints
 from .difference import PlanDiff, ms, plan_diff, words
@@ -226,8 +226,7 @@ class Explainer:
         inside = [n for n, path in paths.items() if path and instance_of(text, path) is not None]
         if not inside:
             known = [*by_user, *all_nodes, *dict.fromkeys(paths.values())]
-            near = difflib.get_close_matches(text, [k for k in known if k], n=3)
-            hint = f"; near it: {', '.join(near)}" if near else ""
+            hint = did_you_mean(text, filter(None, known))
             raise ConfigError(f"no node, parameter or module {text!r} in the plan's graph{hint}")
         return inside
 

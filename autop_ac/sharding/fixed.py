@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
-
 import torch
 
 from ..capture.joint import JointGraph
 from ..capture.marks import placed_of
 from ..capture.names import module_path
 from ..errors import ConfigError
+from ..near import did_you_mean
 from ..placements import parse_placements
 from ..policies import module_matches
 from .chains import is_backward
 from .constraints import Constraints
 from .fold import is_tensor_node
 from .groups import Draft
-from .layout import even_local_shape
+from .layout import counted, even_local_shape
 from .option import outputs_of
 from .plan import Placements
 
+Fixed = dict[tuple[torch.fx.Node, int], Placements]  # by node and number of its output
 
-def fixed_by_modules(
-    joint: JointGraph, constraints: Constraints
-) -> dict[torch.fx.Node, Placements]:
+
+def fixed_by_modules(joint: JointGraph, constraints: Constraints) -> Fixed:
     """What the forward of each constrained module hands to others, with its placements."""
     paths = {n: _path(joint, n) for n in joint.module.graph.nodes if n.op == "call_function"}
-    found: dict[torch.fx.Node, Placements] = {}
+    found: Fixed = {}
     for glob, placements in constraints.modules.items():
         matched = False
         for node, path in paths.items():
@@ -35,21 +33,48 @@ def fixed_by_modules(
             if module is None or is_backward(node):
                 continue
             readers = [u for u in node.users if not is_backward(u)]
-            if any(instance_of(glob, paths.get(u, "")) != module for u in readers):
-                while not is_tensor_node(node) and node.args[1] == 0:  # getitem
-                    node = node.args[0]
-                if is_tensor_node(node) and outputs_of(node)[0] is not None:
-                    if found.setdefault(node, placements) != placements:
-                        raise ConfigError(
-                            f"module constraint {glob!r}: {placements} for {node.name}, which another "
-                            f"module constraint gives {found[node]}. Remove one of them"
-                        )
-                    matched = True
+            if all(instance_of(glob, paths.get(u, "")) == module for u in readers):
+                continue
+            given, output = (node, 0) if is_tensor_node(node) else (node.args[0], node.args[1])
+            value = outputs_of(given)[output] if is_tensor_node(given) else None
+            if value is not None:
+                here = counted(
+                    placements, value.shape, f"module constraint {glob!r} on {node.name}"
+                )
+                before = found.setdefault((given, output), here)
+                if before != here:
+                    raise ConfigError(
+                        f"module constraint {glob!r}: {here} for {node.name}, which another "
+                        f"module constraint gives {before}. Remove one of them"
+                    )
+                matched = True
         if not matched:
             known = sorted(set(paths.values()) - {""})
-            near = difflib.get_close_matches(glob, known, n=3)
-            hint = f"; near it: {', '.join(near)}" if near else ""
-            raise ConfigError(f"no module {glob!r} gives a tensor to others{hint}")
+            raise ConfigError(
+                f"no module {glob!r} gives a tensor to others{did_you_mean(glob, known)}"
+            )
+    return found
+
+
+def fixed_by_name(joint: JointGraph, draft: Draft, constraints: Constraints) -> Fixed:
+    """The nodes and parameters that a constraint names.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    of_parameter = {
+        port.name: nodes[name]
+        for name, port in joint.placeholders.items()
+        if port.kind == "parameter"
+    }
+    found: Fixed = {}
+    for name, placements in constraints.nodes.items():
+        node = of_parameter.get(name, nodes.get(name))
+        if node is None or node.name not in draft.group_of:
+            near = did_you_mean(name, [*draft.group_of, *of_parameter])
+            raise ConfigError(f"no node or parameter {name!r} in the captured graph{near}")
+        found[node, 0] = tuple(placements)
     return found
 
 
@@ -67,15 +92,13 @@ def instance_of(glob: str, path: str) -> str | None:
     return None
 
 
-def fixed_in_model(
-    joint: JointGraph, mesh_shape: tuple[int, ...]
-) -> dict[torch.fx.Node, Placements]:
+def fixed_in_model(joint: JointGraph, mesh_shape: tuple[int, ...]) -> Fixed:
     """Where `with_sharding_constraint` stands, with its placements.
 
     Raises:
         ConfigError: they do not fit the mesh or the shape.
     """
-    found = {}
+    found: Fixed = {}
     for node in joint.module.graph.nodes:
         told = placed_of(node)
         if told is None:
@@ -87,36 +110,32 @@ def fixed_in_model(
                 f"{where}: {placements} has {len(placements)} entries, and the mesh {mesh_shape} "
                 f"{len(mesh_shape)} axes: give one placement for each"
             )
-        placements = _counted(placements, len(shape))
+        placements = counted(placements, shape, where)
         if even_local_shape(shape, placements, mesh_shape) is None:
             raise ConfigError(
                 f"{where}: {placements} does not cut {tuple(shape)} into equal parts on a mesh of shape "
                 f"{mesh_shape}. Shard a dim that the axis divides, or replicate it"
             )
-        found[node] = placements
+        found[node, 0] = placements
     return found
 
 
-def _counted(placements: Placements, ndim: int) -> Placements:
-    """Dims counted from the end, from the front."""
-    return tuple(
-        type(p)(p.dim % ndim) if p.is_shard() and -ndim <= p.dim < 0 else p  # type: ignore[attr-defined, call-arg]
-        for p in placements
-    )
-
-
-def fix(draft: Draft, node: torch.fx.Node, placements: Sequence[object], whose: str) -> None:
-    """Leave a node the options alone that give `placements`.
+def fix(draft: Draft, fixed: Fixed, whose: str) -> None:
+    """Leave nodes the options alone that give what is fixed.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: one has none.
     """
-    group = draft.group_of[node.name]
-    kept = tuple(o for o in draft.options[group] if o.outputs and o.outputs[0] == tuple(placements))
-    if not kept:
-        possible = list(dict.fromkeys(str(o.outputs[0]) for o in draft.options[group]))
-        raise ConfigError(
-            f"{whose}: {node.name} ({node.target}) cannot give {tuple(placements)}; its placements are "
-            f"{', '.join(possible)}"
-        )
-    draft.options[group] = kept
+    for (node, output), placements in fixed.items():
+        group = draft.group_of[node.name]
+        options = draft.options[group]
+        kept = tuple(o for o in options if o.outputs and o.outputs[output] == placements)
+        if not kept:
+            possible = list(dict.fromkeys(str(o.outputs[output]) for o in options if o.outputs))
+            told = placed_of(node)
+            where = f" at {told[1]}" if told is not None else ""
+            raise ConfigError(
+                f"{whose}{where}: {node.name} ({node.target}) cannot give {placements}; its placements "
+                f"are {', '.join(possible)}"
+            )
+        draft.options[group] = kept

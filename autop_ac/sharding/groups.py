@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,9 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial
 
 from ..capture.joint import JointGraph, Port
-from ..errors import ConfigError
 from ..graph.devices import DeviceSpec, Topology
-from .constraints import Constraints
 from .fold import is_tensor_node
 from .layout import free_placements, local_bytes, replicated
 from .option import Option, leaves_of, outputs_of, producer_of
@@ -25,7 +22,13 @@ from .plan import Placements
 
 @dataclass(frozen=True)
 class Settings:
-    """What the program is built for; `fold`: whether equal layers share variables; `prefetch`: whether computation hides collectives of parameters."""
+    """What the program is built for.
+
+    Attributes:
+        fold: whether equal layers share variables.
+        prefetch: whether computation hides collectives of parameters.
+        prefetch_bytes: of gathers, those up to so many bytes; None for all.
+    """
 
     mesh: DeviceMesh
     device: DeviceSpec
@@ -34,6 +37,7 @@ class Settings:
     reshard_after_forward: bool = True
     fold: bool = True
     prefetch: bool = True
+    prefetch_bytes: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,28 +110,6 @@ def uneven_casts(
             time_s = 2 * size / settings.device.memory_bandwidth
             extra.append(Option((placements,), (placements,), time_s, size))
     return extra
-
-
-def fix_nodes(joint: JointGraph, draft: Draft, constraints: Constraints) -> None:
-    by_parameter = {
-        port.name: name for name, port in joint.placeholders.items() if port.kind == "parameter"
-    }
-    for name, placements in constraints.nodes.items():
-        group = draft.group_of.get(by_parameter.get(name, name))
-        if group is None:
-            near = difflib.get_close_matches(name, [*draft.group_of, *by_parameter], n=3)
-            hint = f"; near it: {', '.join(near)}" if near else ""
-            raise ConfigError(f"no node or parameter {name!r} in the captured graph{hint}")
-        kept = tuple(
-            o for o in draft.options[group] if o.outputs and o.outputs[0] == tuple(placements)
-        )
-        if not kept:
-            possible = list(dict.fromkeys(str(o.outputs[0]) for o in draft.options[group]))
-            raise ConfigError(
-                f"{name!r} cannot give {tuple(placements)}; its placements are "
-                f"{', '.join(possible)}"
-            )
-        draft.options[group] = kept
 
 
 def drop_unreachable(draft: Draft, joint: JointGraph) -> None:

@@ -6,8 +6,9 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from ..errors import ConfigError
 from .plan import Placements
 
 
@@ -29,6 +30,25 @@ def local_bytes(
 def divides(shape: Sequence[int], placements: Placements, mesh_shape: Sequence[int]) -> bool:
     """Whether every Shard cuts its dim into equal parts."""
     return even_local_shape(shape, placements, mesh_shape) is not None
+
+
+def counted(placements: Sequence[Placement], shape: Sequence[int], whose: str) -> Placements:
+    """The same with dims counted from the front.
+
+    Args:
+        whose: how the message begins, with the tensor: ``"input x"``.
+
+    Raises:
+        ConfigError: a dim is not one of the tensor.
+    """
+    ndim = len(shape)
+    for p in placements:
+        if isinstance(p, Shard) and not -ndim <= p.dim < ndim:
+            allowed = f"dims are 0 to {ndim - 1}, or -{ndim} to -1" if ndim else "it has no dim"
+            raise ConfigError(
+                f"{whose}: Shard({p.dim}) of a tensor of shape {tuple(shape)}: {allowed}, and Replicate() keeps it whole"
+            )
+    return tuple(Shard(p.dim % ndim) if type(p) is Shard else p for p in placements)
 
 
 def even_local_shape(

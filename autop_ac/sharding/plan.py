@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import UsageError
+from ..folding import fold_paths
 from ..placements import placement_text
 
 Placements = tuple[Placement, ...]
@@ -48,7 +49,8 @@ class ShardingPlan:
         choices: by node name, placeholders and the ``"output"`` node included. The output node's
             `inputs` say how each result is brought out.
         parameters: placements by the user's parameter and buffer name.
-        objective_s: predicted seconds of one step: of all choices together, less `hidden_s`.
+        objective_s: what the search minimises: predicted seconds of one step in which nothing is
+            recomputed, of all choices together, less `hidden_s`. An `Estimate` has those of what runs.
         hidden_s: seconds of collectives that run beside computation.
         gap: relative gap to the solver's lower bound that was reached.
         notes: remarks and warnings in plain words.
@@ -68,10 +70,14 @@ class ShardingPlan:
     explainer: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
-        """One parameter a line."""
+        """One parameter a line, those of equal layers together."""
         mesh = ", ".join(f"{a}={n}" for a, n in zip(self.axis_names, self.mesh_shape, strict=True))
-        placed = [f"  {name}: {placement_text(p)}" for name, p in self.parameters.items()]
-        predicted = f"predicted step {self.objective_s * 1e3:.3f} ms, gap {self.gap:.2%}"
+        rows = [(name, placement_text(p)) for name, p in self.parameters.items()]
+        placed = [
+            f"  {path}{f' x {len(members)}' if len(members) > 1 else ''}: {rows[members[0]][1]}"
+            for path, members in fold_paths(rows)
+        ]
+        predicted = f"step by the search, nothing recomputed, {self.objective_s * 1e3:.3f} ms, gap {self.gap:.2%}"
         notes = [f"note: {note}" for note in self.notes]
         return "\n".join([f"ShardingPlan on mesh ({mesh}): {predicted}", *placed, *notes])
 
@@ -105,7 +111,11 @@ class ShardingPlan:
         return plan_diff(self, other)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, as JSON."""
+        """Write the plan to a file, as JSON.
+
+        Raises:
+            PlanFileError: there is no such folder.
+        """
         from .plan_file import save_plan
 
         save_plan(self, path)
@@ -115,7 +125,7 @@ class ShardingPlan:
         """Read what `save` wrote.
 
         Raises:
-            PlanFileError: cut off, no plan, or of another version.
+            PlanFileError: not there (a `FileNotFoundError` too), cut off, no plan, or of another version.
         """
         from .plan_file import load_plan
 

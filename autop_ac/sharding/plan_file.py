@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PlanFileError
+from ..near import no_file
 from ..placements import parse_placements, placement_text
 from .plan import Choice, Placements, ShardingPlan
 
 _FORMAT, _VERSION = "autop_ac sharding plan", 1
+
+
+class _NoPlanFileError(PlanFileError, FileNotFoundError):
+    """There is no such file."""
 
 
 def _text(placements: Placements | None) -> str | None:
@@ -23,7 +28,13 @@ def _placements(text: Any) -> Placements | None:
 
 
 def save_plan(plan: ShardingPlan, path: str | os.PathLike[str]) -> None:
-    """Write a plan; the file is complete or not there."""
+    """Write a plan; the file is complete or not there.
+
+    Raises:
+        PlanFileError: there is no such folder.
+    """
+    if not Path(path).parent.is_dir():
+        raise _NoPlanFileError(f"{path}: there is no folder {Path(path).parent}: make it first")
     content = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -56,9 +67,14 @@ def load_plan(path: str | os.PathLike[str]) -> ShardingPlan:
     """Read a plan back.
 
     Raises:
-        PlanFileError: cut off, no plan, or of a version that this library does not read.
+        PlanFileError: not there, cut off, no plan, or of a version that this library does not read.
     """
-    text = Path(path).read_text()
+    if not Path(path).is_file():
+        raise _NoPlanFileError(
+            f"{no_file(path)}\nA plan is written by plan.save(path), or by `autop-ac plan ... "
+            "--save-plan FILE`"
+        )
+    text = Path(path).read_text(errors="replace")
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:

@@ -150,7 +150,7 @@ class AutoParallel(Constrained):
         *,
         all_gather_bucket: str | int | None = "1 MiB",
         reduce_scatter_bucket: str | int | None = "1 MiB",
-        prefetch: bool = False,
+        prefetch: bool = True,
     ) -> Self:
         """Set how parameters are gathered and their gradients scattered.
 
@@ -159,11 +159,11 @@ class AutoParallel(Constrained):
                 this many bytes; a larger one is gathered alone, and so is each where None.
             reduce_scatter_bucket: the same for the reduce-scatters of gradients.
             prefetch: start gathers ahead of their use, with at most `all_gather_bucket` gathered bytes on
-                their way, and wait for sums of gradients one later; what can run so is hidden in the times
-                that placements are chosen by.
+                their way or one that is larger, and wait for sums of gradients one later; what can run so
+                is hidden in the times that placements are chosen by.
 
         Raises:
-            ConfigError: no size, or `prefetch` without an `all_gather_bucket`.
+            ConfigError: no size, or `prefetch` is no bool.
         """
         self._comm = CommConfig(all_gather_bucket, reduce_scatter_bucket, prefetch)
         return self._changed()

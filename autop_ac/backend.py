@@ -143,7 +143,7 @@ def autoparallel_backend(
         enable_ac: as ``enable`` of `ACConfig`.
         ac_stage_size_in_GiB: as ``stage_size``, a number of GiB; ``"auto"`` and None are both ``"auto"``.
         overlap_scheduling: accepted, and read by nothing: a single device has no collectives, and those of
-            a parallel module are ordered where it is made, by ``configure_comm(prefetch=True)``.
+            a parallel module are ordered where it is made, by ``configure_comm``.
 
     Raises:
         ConfigError: a setting is out of range.

@@ -74,7 +74,6 @@ class Settings:
             self.mp_policy.reduce_dtype if self.mp_policy else None,
             self.reshard_after_forward,
             prefetch=self.comm.prefetch,
-            prefetch_bytes=self.comm.prefetch_bytes,
         )
 
     def recompute(self, joint: JointGraph, hints: ResolvedHints, plan: ShardingPlan) -> Recompute:

@@ -376,13 +376,13 @@ class CommConfig:
         all_gather_bucket: the gathers of one block's parameters that share a collective hold at most
             this many bytes, on one device after the gather; None for a collective each.
         reduce_scatter_bucket: the same of gradients, before the reduce-scatter.
-        prefetch: start gathers before they are used, `all_gather_bucket` gathered bytes at most on their
-            way, and wait for sums of gradients later.
+        prefetch: start gathers before they are used, and wait for sums of gradients later. On their way
+            are at most `all_gather_bucket` gathered bytes, or one gather that is larger.
     """
 
     all_gather_bucket: str | int | None = "1 MiB"
     reduce_scatter_bucket: str | int | None = "1 MiB"
-    prefetch: bool = False
+    prefetch: bool = True
     all_gather_bytes: int | None = field(init=False, repr=False, default=None)
     reduce_scatter_bytes: int | None = field(init=False, repr=False, default=None)
 
@@ -394,16 +394,11 @@ class CommConfig:
             object.__setattr__(self, f"{kind}_bytes", size)
         if not isinstance(self.prefetch, bool):
             raise ConfigError(f"prefetch={self.prefetch!r}: allowed are True and False")
-        if self.prefetch and self.all_gather_bucket is None:
-            raise ConfigError(
-                "prefetch=True and all_gather_bucket=None: what is gathered ahead is bounded by the "
-                'bucket; give one, such as "64 MiB"'
-            )
 
     @property
     def prefetch_bytes(self) -> int | None:
-        """Bytes that may be gathered ahead, None without prefetching."""
-        return self.all_gather_bytes if self.prefetch else None
+        """Bytes that may be gathered ahead, 0 for one gather at a time; None without prefetching."""
+        return (self.all_gather_bytes or 0) if self.prefetch else None
 
 
 def ac_config(config: ACConfig | bool | None, settings: Mapping[str, Any]) -> ACConfig:

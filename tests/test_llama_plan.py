@@ -24,7 +24,7 @@ def planned():
 
     mesh = fake_mesh((32, 8), ("dp", "tp"))
     ap = AutoParallel(model, tokens, mesh, policy).configure_device("H100")
-    with ap.configure_comm(all_gather_bucket="1 GiB", prefetch=True):
+    with ap:
         ap.add_input_constraints([(S0, R)])
         ap.add_output_constraints([(S0, Shard(2))])
         ap.add_parameter_memory_constraint(0.0, 1 / mesh.size())

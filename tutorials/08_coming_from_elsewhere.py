@@ -259,7 +259,7 @@ assert any("set configure_ac(memory_budget=...) instead" in str(w.message) for w
 # | `AutoParallel(..., enable_ac=False)` | `.configure_ac(enable=False)` |
 # | `AutoParallel(..., ac_stage_size_in_GiB=2.0)` | `.configure_ac(stage_size="2 GiB")` |
 # | `autoparallel_backend(enable_ac=, ac_stage_size_in_GiB=)` | the same, or `backend(...)` with all settings |
-# | `autoparallel_backend(overlap_scheduling=True)` | accepted; `.configure_comm(prefetch=True)` is what does it |
+# | `autoparallel_backend(overlap_scheduling=True)` | accepted; collectives of parameters overlap by default (`.configure_comm(prefetch=...)`) |
 # | `torch._functorch.config.joint_custom_pass` for AC | not needed: no global setting takes part |
 # | meta device alone | real weights too, which are sharded in |
 #

@@ -3,9 +3,10 @@
 A gather takes time that its own device need not spend: it is started, and waited for where its first
 reader stands. In graph order both stand side by side, and nothing is gained. Here a gather is started as
 soon as the one before it has been waited for, or earlier, while the bytes in flight (started and not
-waited for yet) stay within a bound: at most so many gathered bytes are alive that were not before, and
-what they were gathered from (`bytes_ahead`). One that is larger than the bound stays where it is. A gather of a gather (two mesh axes) is not moved: its start
-would wait for the first. Likewise reduce-scatters and all-reduces of gradients are waited for one later.
+waited for yet) stay within a bound. One that is larger than the bound goes alone. So at most the bound,
+or the largest gather, is alive that was not before, and what it was gathered from (`bytes_ahead`). A
+gather of a gather (two mesh axes) is not moved: its start would wait for the first. Likewise
+reduce-scatters and all-reduces of gradients are waited for one later.
 
 Linear in values and edges, but for chains in front of a gather, which are walked once for each.
 """
@@ -24,7 +25,7 @@ def issue_ahead(facts: Facts, order: Sequence[int], limit_bytes: int) -> tuple[i
 
     Args:
         order: values of one graph, in an order that computes inputs first.
-        limit_bytes: of what is gathered ahead.
+        limit_bytes: of what is gathered ahead, unless it is one gather alone.
     """
     values = facts.values
     there = set(order)
@@ -35,10 +36,8 @@ def issue_ahead(facts: Facts, order: Sequence[int], limit_bytes: int) -> tuple[i
             continue
         chain = _chain(facts, i, there)
         if chain is not None and taken.isdisjoint(chain):
-            size = _gathered_bytes(facts, i)
-            if size <= limit_bytes:
-                waiting.append((i, chain, size))
-                taken.update(chain)
+            waiting.append((i, chain, _gathered_bytes(facts, i)))
+            taken.update(chain)
     if not waiting:
         return tuple(order)
     start_of = {c: gather for gather, chain, _ in waiting for c in chain}
@@ -53,7 +52,7 @@ def issue_ahead(facts: Facts, order: Sequence[int], limit_bytes: int) -> tuple[i
             if gather in done:
                 waiting.popleft()
                 continue
-            if sum(in_flight.values()) + size > room:
+            if in_flight and sum(in_flight.values()) + size > room:
                 return
             waiting.popleft()
             made.extend(chain)
@@ -141,15 +140,16 @@ def bytes_ahead(facts: Facts) -> int:
     if facts.prefetch_bytes is None:
         return 0
     there = {v.index for v in facts.forward}
-    share = 1.0
+    largest, share = 0, 1.0
     for value in facts.forward:
         if value.collective.startswith("all_gather") and value.parameter:
             gathered = _gathered_bytes(facts, value.index)
             chain = _chain(facts, value.index, there)
-            if chain is not None and 0 < gathered <= facts.prefetch_bytes:
+            if chain is not None and gathered:
                 held = {s for i in chain for s in facts.values[i].storages if facts.values[i].bytes}
                 share = max(share, sum(facts.storage_bytes[s] for s in held) / gathered)
-    return math.ceil(share * facts.prefetch_bytes)
+                largest = max(largest, gathered)
+    return math.ceil(share * max(largest, facts.prefetch_bytes)) if largest else 0
 
 
 def bytes_late(facts: Facts) -> int:

@@ -45,12 +45,6 @@ def collect_edges(
     readers: dict[tuple[str, int, int, _Beside], dict[_Read, None]] = defaultdict(dict)
     layer = {node: block_of_path(path) for node, path in places_of(joint).items()}
 
-    def fits(leaf: torch.fx.Node) -> bool:
-        """Whether a parameter may be gathered ahead of its use."""
-        value = leaf.meta["val"]
-        limit = settings.prefetch_bytes
-        return limit is None or value.numel() * value.element_size() <= limit
-
     def add(leaf: torch.fx.Node, reader: torch.fx.Node | None, consumer: int, slot: int) -> None:
         source = source_of(draft, leaf)
         if source is None:
@@ -59,7 +53,7 @@ def collect_edges(
         first.setdefault(read, (leaf, reader))
         name = producer_of(leaf)[0].name
         for gather, side in chains.gathers(leaf, reader, settings.reshard_after_forward):
-            hidden = side >= 0 and settings.prefetch and (leaf in chains.gradients or fits(leaf))
+            hidden = side >= 0 and settings.prefetch
             readers[name, source[1], gather, (side, layer[leaf]) if hidden else None][read] = None
 
     for node in joint.module.graph.nodes:

@@ -27,7 +27,6 @@ class Settings:
     Attributes:
         fold: whether equal layers share variables.
         prefetch: whether computation hides collectives of parameters.
-        prefetch_bytes: of gathers, those up to so many bytes; None for all.
     """
 
     mesh: DeviceMesh
@@ -37,7 +36,6 @@ class Settings:
     reshard_after_forward: bool = True
     fold: bool = True
     prefetch: bool = True
-    prefetch_bytes: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -99,7 +99,7 @@ def wait_late(facts: Facts, order: Sequence[int]) -> tuple[int, ...]:
             made.extend(late)
             made.append(i)
             late, behind = [], {i}
-        elif value.op == "getitem":  # of several at once
+        elif value.op == "getitem" and values[value.inputs[0]].collective:  # of several at once
             made.append(i)
             behind.add(i)
         elif len(value.inputs) == 1:
@@ -140,7 +140,7 @@ def bytes_ahead(facts: Facts) -> int:
     if facts.prefetch_bytes is None:
         return 0
     there = {v.index for v in facts.forward}
-    largest, share = 0, 1.0
+    largest, total, share = 0, 0, 1.0
     for value in facts.forward:
         if value.collective.startswith("all_gather") and value.parameter:
             gathered = _gathered_bytes(facts, value.index)
@@ -148,8 +148,8 @@ def bytes_ahead(facts: Facts) -> int:
             if chain is not None and gathered:
                 held = {s for i in chain for s in facts.values[i].storages if facts.values[i].bytes}
                 share = max(share, sum(facts.storage_bytes[s] for s in held) / gathered)
-                largest = max(largest, gathered)
-    return math.ceil(share * max(largest, facts.prefetch_bytes)) if largest else 0
+                largest, total = max(largest, gathered), total + gathered
+    return math.ceil(share * min(total, max(largest, facts.prefetch_bytes)))
 
 
 def bytes_late(facts: Facts) -> int:

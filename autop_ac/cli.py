@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import re
 import sys
@@ -182,7 +183,7 @@ def _add_common(parser: argparse.ArgumentParser, several: bool) -> None:
     parser.add_argument("--device-spec", default="H100", metavar="NAME",
                         help=f"the device planned for: {', '.join(DEVICES)} (default: H100), or a TOML file "
                         "with its memory_bytes, memory_bandwidth and flops by dtype")  # fmt: skip
-    parser.add_argument("--parameter-memory", type=float, metavar="F",
+    parser.add_argument("--parameter-memory", type=_fraction, metavar="F",
                         help="at most this fraction of all parameter bytes on one device, above 0 and at "
                         "most 1 (default: no limit but the device's memory)")  # fmt: skip
     parser.add_argument("--plan", metavar="FILE",
@@ -210,6 +211,16 @@ def _sizes(text: str) -> tuple[int, ...]:
             f"{text!r}: give sizes of axes joined by commas, such as 8,4"
         )
     return sizes
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:  # NaN compares as False
+        raise argparse.ArgumentTypeError(f"{text!r}: give a fraction above 0 and at most 1, 0.125")
+    return value
 
 
 def _new_file(text: str) -> str:

@@ -193,6 +193,8 @@ def test_a_limit_that_cannot_be_met_or_a_device_that_is_too_small_is_exit_one(ru
         ("report build --plan small_model.py", "small_model.py: no complete plan"),
         ("report build --axes a,b --mesh 2", "give each axis a name"),
         ("report build --save aten.mn", "aten.mn"),
+        ("report build --parameter-memory 2", "'2': give a fraction above 0 and at most 1"),
+        ("report build --parameter-memory half", "'half': give a fraction"),
         ("report build --mesh 2,x", "give sizes of axes"),
         ("report build --stagesize=5", "did you mean --stage-size?"),
         ("reprot build", "did you mean report?"),

@@ -70,16 +70,11 @@ class Attention(torch.nn.Module):
         return scores.softmax(-1) @ v
 
 
+ALL = ("mask", "documents", "slopes")
 CASES = {
-    "scores by batch": (dict(kinds=()), S0, {}),
-    "causal by batch": (dict(kinds=("mask",)), S0, {}),
-    "causal by heads": (dict(kinds=("mask",)), S1, {}),
-    "one head of keys": (dict(kinds=("mask",), kv_heads=1), S1, {}),
-    "slopes by batch": (dict(kinds=("mask", "slopes")), S0, {}),
-    "slopes by heads": (dict(kinds=("mask", "slopes"), kv_heads=4), S1, {}),
-    "documents by batch": (dict(kinds=("mask", "documents")), S0, {}),
-    "documents by heads": (dict(kinds=("mask", "documents", "slopes")), S1, {}),
-    "recomputed": (dict(kinds=("mask", "documents", "slopes")), S0, {"ac": "1 KiB"}),
+    "one head of keys, by heads": (dict(kinds=("mask",), kv_heads=1), S1, {}),
+    "all by heads, two of keys": (dict(kinds=ALL), S1, {}),
+    "all by batch, recomputed": (dict(kinds=ALL), S0, {"ac": "1 KiB"}),
 }
 
 

@@ -145,6 +145,30 @@ def test_hints_that_were_set_aside_keep_their_source_and_who_decided():
     assert aside.decided_by == f"hint: {HINT}"
 
 
+@pytest.mark.parametrize(
+    ("decided", "asked", "told"),
+    [
+        ('enters ac_region "a"', 'ac_region "a" recomputes the rest', False),
+        ('enters ac_region "a"', 'ac_region "b" recomputes the rest', True),
+        ('rule "a.*=checkpoint" keeps what enters', 'rule "a.*=checkpoint"', False),
+        ('rule "a.*=checkpoint" keeps what enters', 'rule "a.*=recompute"', True),
+        ('ac_region "a" saves MATMUL', 'ac_region "a" recomputes the rest', True),
+    ],
+)
+def test_what_one_hint_keeps_between_two_of_its_layers_is_not_set_aside(decided, asked, told):
+    facts = chain(2)
+    aside = (Wish("recompute", Origin.HINT, asked),)
+    decisions = {
+        v.index: Decision(v.index, "save", Origin.HINT, decided, aside) for v in facts.forward
+    }
+    sizes = dict.fromkeys(
+        ("peak_bytes", "peak_without_ac_bytes", "kept_bytes", "kept_without_ac_bytes"), 1
+    )
+    made = make_report(facts, RecomputePlan(decisions, (2, 4), ()), **sizes)
+    assert bool(made.set_aside) == told
+    assert made.explain("relu_0").values[0].set_aside, "which is told where it is asked for"
+
+
 def test_the_text_is_plain_and_says_everything():
     text = str(report(notes=("3 mm kept, 9 addmm are not",), sharding=PLAN))
     assert text.isascii() and max(map(len, text.splitlines())) <= 80

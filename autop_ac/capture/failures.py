@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from .. import _torch as private
 from ..annotate import is_region_object
@@ -48,6 +49,23 @@ def mixed_dtypes(graph: torch.fx.Graph) -> str:
         if node.target in _OF_ONE_DTYPE and len(dtypes) > 1:
             line = source_line(node.meta.get("stack_trace")) or "an unknown line"
             return f"{line}: {node.target} takes one dtype and gets {' and '.join(map(_short, dtypes))}"
+    return ""
+
+
+def unknown_sizes(graph: torch.fx.Graph) -> str:
+    """The first tensor that has another size in each call, such as the steps of a `while_loop`; else ``""``."""
+    for node in graph.nodes:
+        tensors = [
+            v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)
+        ]
+        found = next((v for v in tensors if not all(type(n) is int for n in v.shape)), None)
+        if found is not None:
+            line = source_line(node.meta.get("stack_trace")) or "an unknown line"
+            return (
+                f"{node.target} at {line} gives a tensor of shape {tuple(found.shape)}, whose size depends on "
+                "values, and placements are of sizes that are known. Give a loop a number of steps (scan has "
+                "one), or move it out of forward"
+            )
     return ""
 
 

@@ -30,7 +30,14 @@ from ..annotate import Entries, capturing, region_numbers
 from ..errors import AutopACError, CaptureError, ConfigError
 from .batch_norm import BATCH_NORM
 from .calling import CallForm, Calling, FlatForward, call_form, described, noting
-from .failures import mixed_dtypes, no_graph_text, own_error, own_error_text, users_line
+from .failures import (
+    mixed_dtypes,
+    no_graph_text,
+    own_error,
+    own_error_text,
+    unknown_sizes,
+    users_line,
+)
 from .joint import JointGraph, Port
 from .local_map import inline_local_maps, mark_local
 from .local_map_call import check_call
@@ -216,6 +223,8 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
     joint = _export_joint(graph, tensors, where, divisible=True)
     if told := mixed_dtypes(joint.graph_module.graph):
         raise CaptureError(f"{where}: {own_error_text(told, inputs)}")
+    if told := unknown_sizes(joint.graph_module.graph):
+        raise CaptureError(f"{where}: {told}")
     take_marks(joint.graph_module)
     mark_local(joint.graph_module.graph)
     given = [name for name, leaf in inputs if isinstance(leaf, torch.Tensor)]
@@ -223,7 +232,7 @@ def _capture(wanted: Request, training: Sequence[bool] | None) -> JointGraph:
         raise CaptureError(
             f"{where}: the model holds tensors that are no parameters and no buffers "
             f"({', '.join(n.partition('model_')[2] or n for n in lost)}): register each with "
-            "register_buffer, so that it is placed and moved with the module"
+            "register_buffer, so that it is placed and moved with the module; a BlockMask is made in forward"
         )
     calling = Calling(
         parameters=tuple(names.get(n, n) for n in joint.params_spec),

@@ -18,7 +18,7 @@ from ..graph.facts import Facts, Value
 from ..graph.timeline import step_time
 from ..recompute.hints import root_of
 from ..recompute.pipeline import Recompute
-from ..recompute.plan import Origin, RecomputePlan
+from ..recompute.plan import Decision, Origin, RecomputePlan, Wish
 from ..sharding.plan import ShardingPlan
 from .basis import Basis
 from .explain import explained, run_again
@@ -184,6 +184,12 @@ def _folded(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
     return tuple(folded)
 
 
+def _by_itself(decision: Decision, wish: Wish) -> bool:
+    """Whether one hint or rule decided it twice: what leaves one layer and enters the next is kept."""
+    entering = decision.reason.removeprefix("enters ").removesuffix(" keeps what enters")
+    return entering != decision.reason and wish.reason.startswith(entering)
+
+
 def _set_aside(facts: Facts, plan: RecomputePlan) -> tuple[SetAside, ...]:
     found: dict[tuple[str, tuple[str, str, str, str]], list[str]] = {}
     for value in facts.forward:
@@ -193,7 +199,7 @@ def _set_aside(facts: Facts, plan: RecomputePlan) -> tuple[SetAside, ...]:
                 continue  # told of what it follows
         by = f"{decision.origin.name.lower()}: {unnumbered(decision.reason)}"
         for wish in decision.overridden:
-            if wish.origin in (Origin.HINT, Origin.RULE):
+            if wish.origin in (Origin.HINT, Origin.RULE) and not _by_itself(decision, wish):
                 key = (value.module, (wish.action, wish.reason, wish.source, by))
                 found.setdefault(key, []).append(value.name)
     keys = list(found)

@@ -23,7 +23,7 @@ from tests import strategies
 from tests.gpt import GPT, GPTConfig, mean_loss
 
 CONFIG = GPTConfig(vocab_size=64, dim=32, heads=4, layers=3, context=16, tied=False)
-ALONE = {"all_gather_bucket": None, "reduce_scatter_bucket": None}
+ALONE = {"all_gather_bucket": None, "reduce_scatter_bucket": None, "prefetch": False}
 AHEAD = {"all_gather_bucket": "64 KiB", "reduce_scatter_bucket": "64 KiB", "prefetch": True}
 SETTINGS = {
     "default": {},

@@ -161,7 +161,7 @@ def test_a_plan_is_shown_as_a_table_by_the_public_name(planned, tmp_path):
     _, plan = planned
     plan.save(tmp_path / "plan.json")
     table = plan_table(ShardingPlan.load(tmp_path / "plan.json"))
-    assert table == plan_table(plan) and "up.weight" in table and "predicted step" in table
+    assert table == plan_table(plan) and "up.weight" in table and "step by the search" in table
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])

@@ -89,6 +89,28 @@ class Mean(LeftOver):
         return (h @ weight) * scale * 2
 
 
+class HandedOn(LeftOver):
+    """What is left is added up by a second call, which reads it as it is."""
+
+    factor = 1
+
+    def forward(self, x):
+        h = torch.relu(self.up(x))
+        if self.mesh is None:
+            return self.down(self.whole(h, self.weight, self.scale) + x)
+        parts = local_map(self.local, self.outputs, self.inputs, device_mesh=self.mesh)
+        added_up = local_map(self.rest, ((R,),), self.outputs, device_mesh=self.mesh)
+        return self.down(added_up(parts(h, self.weight, self.scale)) + x)
+
+    def rest(self, y):
+        return self.sum(y) / self.factor
+
+
+class MeanHandedOn(HandedOn):
+    outputs, factor = ((Partial("avg"),),), 2
+    local = Mean.local
+
+
 class Gathered(Base):
     """Rows in parts; the weight, in parts too, is gathered by hand. More results and arguments than tensors."""
 
@@ -179,6 +201,8 @@ CASES = {
     "checkpointed": (Checkpointed, (2,), {"ac": {"stage_size": "1 KiB"}}),
     "left over": (LeftOver, (2,), {}),
     "mean": (Mean, (2,), {}),
+    "handed on": (HandedOn, (2,), {}),
+    "mean handed on": (MeanHandedOn, (2,), {}),
     "gathered": (Gathered, (2,), {}),
     "told": (Told, (2,), {}),
     "megatron": (Megatron, (2,), {}),
@@ -407,3 +431,30 @@ def test_hints_hold_inside_and_around(make):
     assert "test_local_map.py" in saved["aten.mm.default"].source
     assert not {"aten.sin.default", "aten.relu.default"} & set(saved) or make is Hinted
     assert len(saved) == 1 or make is Hinted
+
+
+class Layers(torch.nn.Module):
+    """Each layer ends with a call and the next begins with one."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.begin = local_map(torch.sin, ((S0,),), ((S0,),), device_mesh=mesh)
+        self.end = local_map(torch.cos, ((S0,),), ((S0,),), device_mesh=mesh)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            with ac_region("layer"):
+                x = self.end(torch.relu(layer(self.begin(x))))
+        return x
+
+
+def test_what_a_call_gives_to_a_region_is_what_enters_it():
+    mesh = fake_mesh((2,))
+    with AutoParallel(Layers(mesh), lambda: torch.randn(8, 16), mesh) as ap:
+        ap.configure_compile("eager").configure_ac(stage_size=None)
+        ap.add_input_constraints([(S0,)])
+        ap.add_parameter_memory_constraint()
+        ap.optimize_placement()
+    saved = [(v.op, v.reason) for v in ap.preview().saved]
+    assert saved == [("aten.cos.default", 'enters ac_region "layer"')] * 2

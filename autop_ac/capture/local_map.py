@@ -11,7 +11,8 @@ Gradients are those of the function that a call is on whole tensors. With ``n`` 
 - a result that is replicated has one gradient, of which each of the ``n`` copies answers for its share:
   it enters as ``1 / n`` of it. So the sum over devices that `all_reduce` is in backward gives it once;
 - the gradient of a replicated input is what the copies' add up to: Partial;
-- a Partial result gives each part the whole gradient, a sharded one each part its own.
+- a Partial result gives each part the whole gradient, a sharded one each part its own;
+- parts whose mean is meant (Partial "avg") have a share each, in gradients as in values.
 
 Along an axis where everything is replicated and nothing is sent, nothing is divided and added up again.
 ``in_grad_placements`` sets this aside: gradients enter whole, as in PyTorch, and leave as it says.
@@ -173,7 +174,9 @@ def _inline(module: fx.GraphModule, node: fx.Node, mesh: DeviceMesh) -> None:
             results.append(_made(module, node, leave, args))
     for user in list(node.users):
         assert user.target is operator.getitem
-        user.replace_all_uses_with(results[user.args[1]])
+        result = results[user.args[1]]
+        result.meta["example_value"] = user.meta["example_value"]  # for a call that reads it
+        user.replace_all_uses_with(result)
         module.graph.erase_node(user)
     module.graph.erase_node(node)
 
@@ -261,9 +264,12 @@ def axis_of(node: fx.Node, mesh: DeviceMesh) -> int | None:
 
 
 def _gradient(placements: Placements, silent: frozenset[int]) -> Placements:
-    """How the gradient of an input leaves: copies of it add up, except along axes of copies alone."""
+    """How the gradient of an input leaves: copies of it add up, except along axes of copies alone.
+
+    So do the gradients of parts whose mean the input is: each has a share in it.
+    """
     return tuple(
-        Partial() if isinstance(p, Replicate) and a not in silent else _whole(p)
+        Partial() if _is_mean(p) or (isinstance(p, Replicate) and a not in silent) else _whole(p)
         for a, p in enumerate(placements)
     )
 
@@ -273,9 +279,12 @@ def _shares(placements: Placements, silent: frozenset[int], mesh: DeviceMesh) ->
     pairs = enumerate(zip(placements, mesh.shape, strict=True))
     return math.prod(
         size for a, (p, size) in pairs
-        if (isinstance(p, Replicate) and a not in silent)
-        or (isinstance(p, Partial) and p.reduce_op == "avg")
+        if _is_mean(p) or (isinstance(p, Replicate) and a not in silent)
     )  # fmt: skip
+
+
+def _is_mean(placement: Placement) -> bool:
+    return isinstance(placement, Partial) and placement.reduce_op == "avg"
 
 
 def _local_shape(shape: Sequence[int], placements: Placements, mesh: DeviceMesh) -> list[int]:

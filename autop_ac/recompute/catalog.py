@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ..capture import batch_norm
+from ..capture.local_map import enter, leave
 from ..capture.marks import names_of
 from ..capture.names import block_instance, module_calls, module_path, source_line
 from ..policies import Selector
@@ -91,7 +92,7 @@ def _operator(node: fx.Node) -> str:
 
 def is_view(node: fx.Node) -> bool:
     """Whether it holds no memory of its own, so that it takes the decision of what it reads."""
-    if node.target is operator.getitem or node.target is torch.ops.aten._unsafe_view.default:
+    if node.target in (operator.getitem, torch.ops.aten._unsafe_view.default, enter, leave):
         return True
     return bool(getattr(node.target, "is_view", False))
 

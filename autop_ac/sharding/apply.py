@@ -188,7 +188,7 @@ class _Sharder:
         """What an operator that only says where a value is gives: what it reads, brought there."""
         value = self._bring(node.args[0], self.plan.choices[node.name].inputs[0], node)
         if node.target is enter and node.meta["val"].is_contiguous():
-            with self._recorded_as(node, origin=node.name):
+            with self._recorded_as(node, serves=node.name):
                 return value.contiguous()  # as the body was traced with
         return value
 

@@ -457,6 +457,12 @@ def _check_mesh(mesh: DeviceMesh) -> None:
             "the mesh is one of cuda devices, and torch sees none here: plan on "
             'autop_ac.fake_mesh(...), of cpu, and describe the device by configure_device("H100")'
         )
+    if any(bool((mesh.mesh.diff(dim=axis) <= 0).any()) for axis in range(mesh.ndim)):
+        # a process group counts its ranks upwards, so that parts would be told apart in two ways
+        raise ConfigError(
+            f"the ranks of the mesh are {mesh.mesh.tolist()}: they must grow along each axis. Put them in "
+            "order, as init_device_mesh does"
+        )
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 0
     if mesh.size() > world:
         raise ConfigError(

@@ -234,3 +234,14 @@ def test_a_mesh_of_cuda_devices_that_are_not_there_is_refused(monkeypatch):
         AutoParallel(torch.nn.Linear(4, 4), lambda: torch.randn(8, 4), mesh),
     ):
         pass
+
+
+def test_a_mesh_whose_ranks_are_out_of_order_is_refused():
+    """Groups count ranks upwards: what the first rank decides would come from the second."""
+    fake_mesh(4)
+    for ranks in ([1, 0], [[0, 1], [3, 2]], [[2, 3], [0, 1]]):
+        mesh = torch.distributed.DeviceMesh("cpu", ranks)
+        with pytest.raises(ConfigError, match=r"ranks of the mesh are \[.*grow along each axis"):
+            AutoParallel(torch.nn.Linear(4, 4), lambda: torch.randn(8, 4), mesh).__enter__()
+    columns = torch.distributed.DeviceMesh("cpu", [[0, 2], [1, 3]])
+    AutoParallel(torch.nn.Linear(4, 4), lambda: torch.randn(8, 4), columns).__enter__()

@@ -1,5 +1,6 @@
 """``layers.*=checkpoint`` against `torch.utils.checkpoint` around the same modules, in our graphs and in eager."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -7,7 +8,14 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from autop_ac import AutoParallel, fake_mesh, measure_memory, with_sharding_constraint
+from autop_ac import (
+    ATTENTION,
+    AutoParallel,
+    ac_region,
+    fake_mesh,
+    measure_memory,
+    with_sharding_constraint,
+)
 from tests.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(layers=2, tied=False)
@@ -131,3 +139,43 @@ def test_what_enters_the_second_call_of_a_module_is_kept_too():
     ours = under(planned(Shared(), x), "mixer=checkpoint")
     assert kept(ours) == kept(theirs)
     assert [v.module for v in ours.saved if "enters" in v.reason] == ["", "mixer.1"]
+
+
+class BatchFirst(torch.nn.Module):
+    """Attention of PyTorch: on a part of the batch, a view of its result is a copy."""
+
+    def __init__(self, region):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.MultiheadAttention(16, 4, batch_first=True) for _ in range(2)
+        )
+        self.region = region
+
+    def forward(self, x):
+        for layer in self.layers:
+            with self.region() if self.region else contextlib.nullcontext():
+                x = x + layer(x, x, x, need_weights=False)[0]
+        return x
+
+
+@pytest.mark.parametrize(
+    ("region", "rules", "own"),
+    [
+        (None, ["layers.*=checkpoint"], set()),
+        (ac_region, [], set()),
+        (
+            partial(ac_region, "attention", save=[ATTENTION]),
+            [],
+            {"aten._scaled_dot_product_flash_attention_for_cpu.default"},
+        ),
+    ],
+    ids=["rule", "region", "attention saved"],
+)
+def test_a_copy_made_for_a_view_is_recomputed_as_what_it_is_a_view_of(region, rules, own):
+    ap = AutoParallel(BatchFirst(region), lambda: torch.randn(8, 8, 16), fake_mesh((2,)))
+    with ap.configure_compile("eager").configure_ac(stage_size=None, rules=rules):
+        ap.add_input_constraints([(Shard(0),)])
+        ap.add_parameter_memory_constraint()
+        ap.optimize_placement()
+    assert any(v.op == "aten.clone.default" for v in ap.preview().basis.facts.forward)
+    assert {v.op for v in ap.ac_report.saved} - {"aten.add.Tensor"} == own

@@ -217,9 +217,11 @@ class _Sharder:
         if self.mesh is not None and draws_random(node):
             axes = sharded_axes(node, choice.outputs)
             offset = rank_offset(self.mesh, axes) if axes else None
-        with self._recorded_as(node, origin=node.name), drawn_with_offset(offset):
-            if node.target is torch.ops.aten.view.default and not _is_viewable(*args):
+        if node.target is torch.ops.aten.view.default and not _is_viewable(*args):
+            # a copy that the user's view is not: made for it, as a move is
+            with self._recorded_as(node, serves=node.name):
                 args = (args[0].contiguous(), *args[1:])
+        with self._recorded_as(node, origin=node.name), drawn_with_offset(offset):
             result = node.target(*args, **kwargs)
         self._check(node, result, choice.outputs)
         return result

@@ -179,3 +179,28 @@ def test_a_copy_made_for_a_view_is_recomputed_as_what_it_is_a_view_of(region, ru
         ap.optimize_placement()
     assert any(v.op == "aten.clone.default" for v in ap.preview().basis.facts.forward)
     assert {v.op for v in ap.ac_report.saved} - {"aten.add.Tensor"} == own
+
+
+class MovedTwice(torch.nn.Module):
+    """Gathered, viewed, and cut elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.randn(16))
+
+    def forward(self, x):
+        h = with_sharding_constraint((x * self.scale).sin(), (Shard(0),))
+        h = with_sharding_constraint(h, (Replicate(),)).view(8, 4, 4)
+        return with_sharding_constraint(h, (Shard(2),)).exp().cos()
+
+
+def test_what_is_moved_on_from_a_view_of_a_moved_value_is_recomputed_with_it():
+    ap = AutoParallel(MovedTwice(), lambda: torch.randn(8, 16), fake_mesh((2,)))
+    ap.configure_compile("eager").configure_ac(stage_size=None, rules=["**=recompute"])
+    with ap:
+        ap.add_input_constraints([(Shard(0),)])
+        ap.optimize_placement()
+    basis = ap.preview().basis
+    moved = [v for v in basis.facts.forward if v.op == "aten.clone.default" and v.serves]
+    assert moved
+    assert all(basis.plan.decisions[v.index].reason == 'rule "**=recompute"' for v in moved)

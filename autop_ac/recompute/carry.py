@@ -39,18 +39,22 @@ def carry(facts: Facts, wishes: Mapping[str, tuple[Wish, ...]]) -> Mapping[int, 
 
 
 def _moves(facts: Facts, readers: Mapping[int, list[int]], start: int) -> list[int]:
-    """What inserted redistributions make of a value, step by step, each where it is decided."""
-    seen, stack, moves = {start}, [start], []
+    """What inserted redistributions make of a value, step by step, each where it is decided.
+
+    What is moved may be viewed by the user, and moved on from there.
+    """
+    seen, stack, moves = {start}, [start], dict[int, None]()
     while stack:
         for reader in readers.get(stack.pop(), ()):
             value, root = facts.values[reader], root_of(facts, reader)
             if reader in seen or value.side != "forward":
                 continue
-            if root == start or is_inserted(value):
+            if root == start or root in moves or is_inserted(value):
                 seen.add(reader)
                 stack.append(reader)
-                moves += [root] if root != start else []
-    return moves
+                if root != start:
+                    moves[root] = None
+    return list(moves)
 
 
 def is_inserted(value: Value) -> bool:

@@ -40,6 +40,7 @@ from .option import entries, producer_of
 from .plan import Choice, Placements, ShardingPlan
 
 _INSERTED = ("_c10d_functional.", "_dtensor.")
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
 
 
@@ -218,7 +219,7 @@ class _Sharder:
             axes = sharded_axes(node, choice.outputs)
             offset = rank_offset(self.mesh, axes) if axes else None
         with self._recorded_as(node, origin=node.name), drawn_with_offset(offset):
-            if node.target is torch.ops.aten.view.default and not _is_viewable(*args):
+            if node.target in _VIEWS and not _is_viewable(*args):
                 args = (args[0].contiguous(), *args[1:])
             result = node.target(*args, **kwargs)
         self._check(node, result, choice.outputs)

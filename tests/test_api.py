@@ -150,6 +150,8 @@ def test_the_public_names_are_there():
 
 def test_a_budget_is_held_or_refused_and_the_curve_says_what_can_be_reached():
     ap = AutoParallel(GPT(), lambda: torch.randint(64, (8, 16)), fake_mesh((2,)))
+    # a budget leaves room for what is gathered ahead, which is much of so small a model
+    ap.configure_comm(prefetch=False)
     with ap.configure_ac(enable=False).configure_compile("eager"):
         ap.add_parameter_memory_constraint()
         plan = ap.optimize_placement()

@@ -1,7 +1,7 @@
 """`torch.cond`, `scan`, `while_loop` and `associative_scan` in a model."""
 
-import traceback
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -9,9 +9,10 @@ from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
 from autop_ac import AutoParallel, CaptureError, fake_mesh, launch
+from tests.beside import assert_trains_alike, each
 
 
 class Model(torch.nn.Module):
@@ -86,26 +87,12 @@ def compare(kind):
     elif KINDS[kind] is not None:
         assert len(said) == 1 and f"rule for {KINDS[kind]} (" in said[0], said
         assert "test_control_flow.py:" in said[0]
-    got = parallel(distribute_tensor(x, mesh, (Shard(0),)).to_local()).full_tensor()
-    expected = single(x)
-    weights = torch.randn_like(expected)
-    (got * weights).sum().backward()
-    (expected * weights).sum().backward()
-    torch.testing.assert_close(got, expected)
-    for (name, p), (_, q) in zip(parallel.named_parameters(), single.named_parameters()):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=lambda m, n=name: f"{n}: {m}")
+    assert_trains_alike(parallel, single, x, mesh, (Shard(0),))
     return [c.outputs for n, c in plan.choices.items() if n == KINDS[kind]]
 
 
 def run_all():
-    torch.set_num_threads(1)
-    found = {}
-    for kind in KINDS:
-        try:
-            found[kind] = compare(kind)
-        except Exception:
-            found[kind] = traceback.format_exc()
-    return found
+    return each({kind: partial(compare, kind) for kind in KINDS})
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +103,9 @@ def results():
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_whole_with_a_warning_and_trains_as_one_process_does(results, kind):
     for found in results:
-        assert isinstance(found[kind], list), found[kind]
-        assert all(p in (None, (Replicate(),)) for outputs in found[kind] for p in outputs)
+        placed, error = found[kind]
+        assert not error, error
+        assert all(p in (None, (Replicate(),)) for outputs in placed for p in outputs)
 
 
 def test_a_loop_of_a_number_of_steps_that_depends_on_values_is_refused():

@@ -55,6 +55,34 @@ def test_views_and_getitem_are_free_in_a_graph():
         assert (time_s == 0) == free, node.target
 
 
+def noted(graph, origins):
+    """`graph` as if its operators had come of the captured ones named."""
+    operators = [n for n in graph.nodes if n.op == "call_function"]
+    for node, origin in zip(operators, origins, strict=True):
+        node.meta["custom"] = {"autop_ac": {"origin": origin}}
+    return [fx_node_time_s(node, SLOW) for node in operators]
+
+
+def test_what_decompositions_made_of_one_operator_is_one_kernel():
+    def f(x, w):
+        y = torch.sigmoid(x)
+        z = (y * x).view(-1, 8) + 1
+        return torch.cos(z) @ w
+
+    graph = make_fx(f, tracing_mode="fake")(torch.randn(8, 8), torch.randn(8, 8)).graph
+    one = 8 * 8 * 4 / 1e9  # to read or write one matrix
+    product = max(3 * one, 2 * 8**3 / 1e9)
+    apart = noted(graph, "abcdef")
+    assert apart == pytest.approx([2 * one, 3 * one, 0, 2 * one, 2 * one, product])
+    # reads x twice; the product reads what the kernel wrote
+    together = noted(graph, "aaaaae")
+    assert together == pytest.approx([one, one, 0, 0, one, product])
+    # a sum that is kept for another operator is written
+    assert noted(graph, "aaaabc") == pytest.approx([one, one, 0, one, 2 * one, product])
+    # a product is a kernel of its own
+    assert noted(graph, "aaaaaa") == pytest.approx([one, one, 0, 0, one, product])
+
+
 @pytest.mark.parametrize(
     ("kind", "passes"),
     [("all_gather", 1), ("reduce_scatter", 1), ("all_to_all", 1), ("all_reduce", 2)],

@@ -1,17 +1,18 @@
 """Flex attention, cut along batch and heads, trains as plain attention on one process does."""
 
-import traceback
+from functools import partial
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from autop_ac import AutoParallel, ConfigError, fake_mesh, launch
 from autop_ac.capture.trace import capture, request
 from autop_ac.graph.devices import find_device
 from autop_ac.sharding.options import OptionFinder
+from tests.beside import assert_trains_alike, each
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 LENGTH, WIDTH, HEADS = 16, 8, 4
@@ -91,29 +92,16 @@ def compare(settings, placed, ac=None, backend="eager"):
         ap.sharding_optimizer.add_node_constraint("flex_attention", (placed,))
         ap.sharding_optimizer.add_node_constraint("flex_attention_backward", (placed,))
         parallel = ap.apply_placement(ap.optimize_placement(), outputs="dtensor")
-    got = parallel(distribute_tensor(x, mesh, (given,)).to_local()).full_tensor()
-    expected = single(x)
-    weights = torch.randn_like(expected)
-    (got * weights).sum().backward()
-    (expected * weights).sum().backward()
-    torch.testing.assert_close(got, expected)
-    for (name, p), (_, q) in zip(parallel.named_parameters(), single.named_parameters()):
-        if q.grad is not None:
-            torch.testing.assert_close(
-                p.grad.full_tensor(), q.grad, msg=lambda m, n=name: f"{n}: {m}"
-            )
+    assert_trains_alike(parallel, single, x, mesh, (given,))
 
 
 def run_all():
-    torch.set_num_threads(1)
-    found = {}
-    for name, (settings, placed, how) in CASES.items():
-        try:
-            compare(settings, placed, **how)
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
+    return each(
+        {
+            name: partial(compare, settings, placed, **how)
+            for name, (settings, placed, how) in CASES.items()
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +112,8 @@ def results():
 @pytest.mark.parametrize("case", CASES)
 def test_it_trains_as_plain_attention_does(results, case):
     for found in results:
-        assert not found[case], found[case]
+        _, error = found[case]
+        assert not error, error
 
 
 def options_of(mesh, **settings):

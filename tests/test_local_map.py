@@ -1,12 +1,12 @@
 """`local_map` in a model: what is written by hand for one device trains as one process does."""
 
-import traceback
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
 from torch.utils.checkpoint import checkpoint
 
@@ -14,6 +14,7 @@ from autop_ac import AutoParallel, CaptureError, ConfigError, ac_region, fake_me
 from autop_ac.capture.trace import capture, request
 from autop_ac.graph.devices import Topology, find_device
 from autop_ac.sharding.options import OptionFinder
+from tests.beside import assert_trains_alike, each
 from tests.zoo import DispatchedExperts, Experts
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -225,14 +226,7 @@ def compare(make, shape, backend="eager", ac=None):
         ap.add_input_constraints([placements])
         ap.add_output_constraints([placements])
         parallel = ap.apply_placement(ap.optimize_placement(), outputs="dtensor")
-    got = parallel(distribute_tensor(x, mesh, placements).to_local()).full_tensor()
-    expected = single(x)
-    weights = torch.randn_like(expected)
-    (got * weights).sum().backward()
-    (expected * weights).sum().backward()
-    torch.testing.assert_close(got, expected)
-    for (name, p), (_, q) in zip(parallel.named_parameters(), single.named_parameters()):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=lambda m, n=name: f"{n}: {m}")
+    assert_trains_alike(parallel, single, x, mesh, placements)
 
 
 class Dropped(Base):
@@ -263,20 +257,10 @@ def dropped():
 
 
 def run_all():
-    torch.set_num_threads(1)
-    found = {}
-    for name, (make, shape, how) in CASES.items():
-        try:
-            compare(make, shape, **how)
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-    try:
-        dropped()
-        found["dropped"] = ""
-    except Exception:
-        found["dropped"] = traceback.format_exc()
-    return found
+    cases = {
+        name: partial(compare, make, shape, **how) for name, (make, shape, how) in CASES.items()
+    }
+    return each({**cases, "dropped": dropped})
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +271,8 @@ def results():
 @pytest.mark.parametrize("case", [*CASES, "dropped"])
 def test_it_trains_as_one_process_does(results, case):
     for found in results:
-        assert not found[case], found[case]
+        _, error = found[case]
+        assert not error, error
 
 
 # ------------------------------------------------------------- without processes

@@ -38,6 +38,7 @@ def every_move():
             local = part(value, have, mesh)
             got = move(local, value, have, wanted, mesh)
             assert torch.equal(got, part(value, wanted, mesh)), (shape, have, wanted)
+            assert got.is_contiguous(), (shape, have, wanted)
             if shape == EVEN and sum(a != b for a, b in zip(have, wanted)) == 1:
                 graph = make_fx(lambda x: move(x, value, have, wanted, mesh))(local)  # noqa: B023
                 exchanged += count_exchanges(graph, have, wanted)

@@ -1,8 +1,10 @@
 """Seconds per node: a roofline for computation, latency and bandwidth for collectives.
 
 The time of an operator is the larger of its operations over the device's peak and its bytes read and
-written over the memory's bandwidth. Weaknesses: no launch overhead, no cache, no fusion (a chain of
-elementwise operators counts each pass over memory), peaks instead of what kernels reach.
+written over the memory's bandwidth. What a compiler's decompositions made of one captured operator
+counts as one kernel: what they hand to each other is neither written nor read. Weaknesses: no launch
+overhead, no cache, no fusion of several captured operators (a chain of elementwise ones counts each pass
+over memory), peaks instead of what kernels reach.
 """
 
 from __future__ import annotations
@@ -138,11 +140,51 @@ def fx_node_time_s(
         return 0.0
 
     def value(arg: Any) -> Any:
-        return arg.meta.get("val") if isinstance(arg, torch.fx.Node) else arg
+        if not isinstance(arg, torch.fx.Node):
+            return arg
+        return None if _one_kernel(_made_by(arg), node) else arg.meta.get("val")
 
     args = torch.fx.map_arg(node.args, value)
     kwargs = torch.fx.map_arg(node.kwargs, value)
-    return node_time_s(node.target, args, kwargs, node.meta.get("val"), device)
+    readers = _readers(node)
+    kept = readers and all(_one_kernel(node, reader) for reader in readers)
+    return node_time_s(node.target, args, kwargs, None if kept else node.meta.get("val"), device)
+
+
+def _one_kernel(node: torch.fx.Node, reader: torch.fx.Node) -> bool:
+    """Whether both came of one captured operator by decompositions, and neither is a product."""
+    origin = _origin(node)
+    return origin != "" and origin == _origin(reader) and _fuses(node) and _fuses(reader)
+
+
+def _origin(node: torch.fx.Node) -> str:
+    note = (node.meta.get("custom") or {}).get("autop_ac") or {}
+    return str(note.get("origin", ""))
+
+
+def _fuses(node: torch.fx.Node) -> bool:
+    op = node.target
+    return (
+        isinstance(op, OpOverload)
+        and op.overloadpacket not in flop_registry
+        and op not in _EXTRA_BYTES_ONLY
+        and op.namespace in ("aten", "prims")
+    )
+
+
+def _made_by(node: torch.fx.Node) -> torch.fx.Node:
+    """What made a value that views hand on."""
+    while _costs_nothing(node.target) and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _readers(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Who reads a value, itself or a view of it."""
+    found = []
+    for user in node.users:
+        found += _readers(user) if _costs_nothing(user.target) and user.users else [user]
+    return found
 
 
 _KINDS: Mapping[str, Collective] = {

@@ -274,7 +274,8 @@ def least_recomputed(facts: Facts, plan: RecomputePlan) -> Outcome:
     """
     fixed = {i: d.action for i, d in plan.decisions.items() if d.origin < Origin.AUTO}
     evaluate = _evaluator(_with_room(facts), fixed, {})
-    return evaluate(b"\1" * len(evaluate.free))
+    found = evaluate(b"\1" * len(evaluate.free))
+    return replace(found, peak_bytes=profile(facts, found.saved).peak_bytes)
 
 
 def _with_room(facts: Facts) -> Facts:

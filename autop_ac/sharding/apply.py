@@ -40,6 +40,7 @@ from .option import entries, producer_of
 from .plan import Choice, Placements, ShardingPlan
 
 _INSERTED = ("_c10d_functional.", "_dtensor.")
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
 
 
@@ -217,7 +218,7 @@ class _Sharder:
         if self.mesh is not None and draws_random(node):
             axes = sharded_axes(node, choice.outputs)
             offset = rank_offset(self.mesh, axes) if axes else None
-        if node.target is torch.ops.aten.view.default and not _is_viewable(*args):
+        if node.target in _VIEWS and not _is_viewable(*args):
             # a copy that the user's view is not: made for it, as a move is
             with self._recorded_as(node, serves=node.name):
                 args = (args[0].contiguous(), *args[1:])

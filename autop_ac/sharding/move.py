@@ -87,4 +87,4 @@ def _exchange(
     group = mesh.get_group(axis).group_name
     got = _c10d.all_to_all_single(parts, [1] * count, [1] * count, group)
     got = _c10d.wait_tensor(got).movedim(0, gathered)
-    return got.flatten(gathered, gathered + 1)
+    return got.flatten(gathered, gathered + 1).contiguous()  # as what DTensor brings

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
@@ -25,11 +26,13 @@ from autop_ac.sharding.layout import divides, even_local_shape, local_bytes
 from autop_ac.sharding.local_args import local_sizes
 from autop_ac.sharding.option import leaves_of, outputs_of
 from autop_ac.sharding.options import OptionFinder
+from autop_ac.sharding.rules import axis_rows
 from autop_ac.sharding.search import search
 from autop_ac.sharding.solve import solve
 from tests.gpt import GPT, GPTConfig
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial("sum")
+aten = torch.ops.aten
 H100 = find_device("H100")
 
 
@@ -515,3 +518,49 @@ def test_gradients_are_reduced_after_the_cast(fake_mesh):
 
     assert early_sums(plan(joint, mesh, constraints, reduce_dtype=torch.float32)) == 0
     assert early_sums(plan(joint, mesh, constraints)) > 0
+
+
+def attention_calls():
+    """Attention of CUDA and its backward, with the arguments that the dispatcher gives."""
+    q = torch.empty(4, 8, 32, 16, device="cuda", dtype=torch.bfloat16)
+    flash = aten._scaled_dot_product_flash_attention.default
+    out, lse, cum_q, cum_k, most_q, most_k, seed, offset, _ = flash(q, q, q, 0.0, True)
+    ends = (cum_q, cum_k, most_q, most_k, 0.0, True)
+    yield flash, (q, q, q, 0.0, True)
+    flash_backward = aten._scaled_dot_product_flash_attention_backward.default
+    yield flash_backward, (q, q, q, q, out, lse, *ends, seed, offset)
+    efficient = aten._scaled_dot_product_efficient_attention.default
+    out, lse, seed, offset = efficient(q, q, q, None, True)
+    yield efficient, (q, q, q, None, True)
+    efficient_backward = aten._scaled_dot_product_efficient_attention_backward.default
+    mask = [True, True, True, False]
+    yield efficient_backward, (q, q, q, q, None, out, lse, seed, offset, 0.0, mask)
+    cudnn = aten._scaled_dot_product_cudnn_attention.default
+    out, lse, cum_q, cum_k, most_q, most_k, seed, offset, _ = cudnn(q, q, q, None, True)
+    ends = (cum_q, cum_k, most_q, most_k, 0.0, False)
+    yield cudnn, (q, q, q, None, True)
+    cudnn_backward = aten._scaled_dot_product_cudnn_attention_backward.default
+    yield cudnn_backward, (q, q, q, q, out, lse, seed, offset, None, *ends)
+
+
+def test_attention_of_cuda_is_cut_along_batch_and_heads(fake_mesh):
+    mesh = fake_mesh(2)
+    with FakeTensorMode():
+        for op, args in attention_calls():
+            outs = op(*args)
+            outs = tuple(o if isinstance(o, torch.Tensor) else None for o in outs)
+            rows = axis_rows(op, args, {}, outs, mesh)
+            assert {row[0][0] for row in rows} >= {S0, S1}, op
+
+
+def test_a_rule_that_wants_all_arguments_is_given_the_defaults_too(fake_mesh):
+    mesh = fake_mesh(2)
+    with FakeTensorMode():
+        a = torch.empty(16, 32, device="cuda").to(torch.float8_e4m3fn)
+        b = torch.empty(64, 32, device="cuda").to(torch.float8_e4m3fn).t()
+        one = torch.ones(1, device="cuda")
+        op, args = aten._scaled_mm.default, (a, b, one, one)
+        outs = (op(*args, out_dtype=torch.bfloat16),)
+        for kwargs in ({}, {"out_dtype": torch.bfloat16}):
+            rows = axis_rows(op, args, kwargs, outs, mesh)
+            assert {row[0][0] for row in rows} >= {S0, S1}

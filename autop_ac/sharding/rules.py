@@ -66,7 +66,8 @@ def _tidy(op: Any, args: Any, kwargs: Any, row: Any, outputs: Any, tensors: Any)
         if value is None:
             clean_outs.append(None)
             continue
-        clean = _plain(placement, value.dim())
+        # of the seeds that attention gives DTensor says nothing: each device has its own
+        clean = Replicate() if placement is None else _plain(placement, value.dim())
         if clean is None:
             return None
         clean_outs.append(clean)
@@ -94,14 +95,24 @@ def _tensor_meta(value: torch.Tensor) -> Any:
     return private.TensorMeta(value.shape, value.stride(), value.dtype)
 
 
-def _single_dim_rows(op: Any, args: Any, kwargs: Any, outputs: Any, tensors: Any) -> list[Any]:
+def _single_dim_rows(
+    op: Any, args: Any, kwargs: Any, outputs: Any, tensors: Any
+) -> list[Any] | None:
     def meta(arg: Any) -> Any:
         return _tensor_meta(arg) if isinstance(arg, torch.Tensor) else arg
 
-    args_meta, kwargs_meta = pytree.tree_map(meta, (tuple(args), dict(kwargs)))
-    rows = private.sharding_propagator.op_single_dim_strategy_funcs[op].func(
-        op, args_meta, kwargs_meta
-    )
+    given, named = list(args), dict(kwargs)
+    for argument in op._schema.arguments[len(args) :]:  # rules may look at those left out
+        value = named.get(argument.name, argument.default_value)
+        if argument.kwarg_only or isinstance(value, torch.Tensor):
+            break  # tensors stay in the order of the row
+        named.pop(argument.name, None)
+        given.append(value)
+    func = private.sharding_propagator.op_single_dim_strategy_funcs[op].func
+    try:
+        rows = func(op, *pytree.tree_map(meta, (tuple(given), named)))
+    except Exception:  # a rule refuses arguments by whatever exception it likes
+        return None
     count = len(outputs)
     return [(row[:count], row[count:]) for row in rows if len(row) == count + len(tensors)]
 

@@ -79,6 +79,8 @@ def test_what_decompositions_made_of_one_operator_is_one_kernel():
     assert together == pytest.approx([one, one, 0, 0, one, product])
     # a sum that is kept for another operator is written
     assert noted(graph, "aaaabc") == pytest.approx([one, one, 0, one, 2 * one, product])
+    # a view in front of a kernel is read as what it is a view of
+    assert noted(graph, "bbaaae") == pytest.approx([one, 2 * one, 0, one, one, product])
     # a product is a kernel of its own
     assert noted(graph, "aaaaaa") == pytest.approx([one, one, 0, 0, one, product])
 

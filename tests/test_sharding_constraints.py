@@ -12,7 +12,13 @@ from autop_ac import (
     fake_mesh,
     with_sharding_constraint,
 )
+from autop_ac.capture.trace import capture, request
+from autop_ac.graph.devices import Topology
 from autop_ac.sharding.apply import apply_plan
+from autop_ac.sharding.build import build_problem
+from autop_ac.sharding.constraints import Constraints
+from autop_ac.sharding.groups import Settings
+from autop_ac.sharding.limits import worth_s
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 aten = torch.ops.aten
@@ -263,6 +269,29 @@ def test_the_first_plan_shards_parameters_that_do_not_fit_and_says_so():
         inputs = [n for n, p in ap._joint.placeholders.items() if p.kind == "input"]
         assert plan.choices[inputs[0]].outputs == ((S0,),)
         torch.distributed.destroy_process_group()
+
+
+def test_without_a_limit_the_memory_of_a_device_is_worth_a_twentieth_of_the_computation():
+    model, memory_bytes = Stack(), 2**20
+    described = device(memory_bytes)
+    joint = capture(request(model, lambda: torch.randn(8, 16)))
+    settings = Settings(fake_mesh((4,)), described, Topology((1e9,), (0.0,)))
+    problem = build_problem(joint, Constraints(), settings).problem
+    weighed = worth_s(problem, described)  # once more than it is already
+    added = 0.0
+    for options, before, after, count in zip(
+        problem.options, problem.option_s, weighed, problem.counts, strict=True
+    ):
+        most = max(range(len(options)), key=lambda i: options[i].output_bytes)
+        added += count * (after[most] - before[most])
+    least_s = sum(
+        n * min(o.compute_s for o in options)
+        for n, options in zip(problem.counts, problem.options, strict=True)
+    )
+    whole = sum(p.numel() * 16 for p in model.parameters())
+    assert added == pytest.approx(0.05 * least_s * whole / memory_bytes) and added > 0
+    limited = build_problem(joint, Constraints(parameter_high=0.5), settings).problem
+    assert worth_s(limited, described) == limited.option_s
 
 
 def test_an_unknown_device_is_an_error_that_shows_how_to_describe_it():

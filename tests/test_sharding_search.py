@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from autop_ac.capture.trace import capture, request
 from autop_ac.errors import ConfigError, InfeasibleError, SolverError
 from autop_ac.graph.devices import Topology, find_device
+from autop_ac.sharding import rules
 from autop_ac.sharding.build import build_problem
 from autop_ac.sharding.chains import CASTS, PLAIN_VIEWS
 from autop_ac.sharding.constraints import Constraints
@@ -564,3 +565,14 @@ def test_a_rule_that_wants_all_arguments_is_given_the_defaults_too(fake_mesh):
         for kwargs in ({}, {"out_dtype": torch.bfloat16}):
             rows = axis_rows(op, args, kwargs, outs, mesh)
             assert {row[0][0] for row in rows} >= {S0, S1}
+
+
+def test_rows_of_which_none_can_be_taken_are_no_rule(fake_mesh, monkeypatch):
+    """Where there is no rule a warning says so."""
+    op, mesh, x = aten.cos.default, fake_mesh(2), torch.randn(4)
+    assert {row[0][0] for row in axis_rows(op, (x,), {}, (x,), mesh)} >= {S0}
+    rows = [([Partial("max")], [Partial("max")])]
+    monkeypatch.setattr(rules, "OWN_RULES", {op: lambda *_: rows})
+    assert axis_rows(op, (x,), {}, (x,), mesh) is None
+    monkeypatch.setattr(rules, "OWN_RULES", {op: lambda *_: []})
+    assert axis_rows(op, (x,), {}, (x,), mesh) == []

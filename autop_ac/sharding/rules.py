@@ -51,9 +51,9 @@ def axis_rows(op: Any, args: Any, kwargs: Any, outputs: Any, mesh: DeviceMesh) -
         rows = _decomposed_rows(op, args, kwargs, outputs, tensors, mesh)
     if rows is None:
         return None
-    return [
-        r for r in (_tidy(op, args, kwargs, row, outputs, tensors) for row in rows) if r is not None
-    ]
+    tidy = [_tidy(op, args, kwargs, row, outputs, tensors) for row in rows]
+    kept = [row for row in tidy if row is not None]
+    return None if rows and not kept else kept  # rows of which we take none are no rule
 
 
 def _tidy(op: Any, args: Any, kwargs: Any, row: Any, outputs: Any, tensors: Any) -> Row | None:
